@@ -1,0 +1,23 @@
+// Dense, packed and cached lengths behind one object.
+#pragma once
+
+#include "common/host_device.h"
+#include "params.h"
+
+namespace flashattn {
+
+// Rows [first, first + length) of the tensor's row dimension belong to the sequence and count; `allotted` of them
+// exist (the rest lie past a used length and are never read).
+struct Sequence {
+  int64_t first, length, allotted;
+};
+
+FLASHATTN_HD int64_t clamp(int64_t x, int64_t low, int64_t high) { return x < low ? low : x > high ? high : x; }
+
+FLASHATTN_HD Sequence sequence(const Lengths& lengths, int64_t batch) {
+  const int64_t first = lengths.cu ? lengths.cu[batch] : 0;
+  const int64_t allotted = lengths.cu ? lengths.cu[batch + 1] - first : lengths.rows;
+  return {first, lengths.used ? clamp(lengths.used[batch], 0, allotted) : allotted, allotted};
+}
+
+}  // namespace flashattn

@@ -1,0 +1,109 @@
+"""``python -m flashattn doctor | demo | explain``"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import sys
+
+import torch
+
+import flashattn
+
+from . import _build, _load
+
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+
+
+def doctor() -> int:
+    """Print what is installed and what serves which call.  0 when all is well, otherwise 1 and the next command."""
+    try:
+        compiler = _build.compiler()
+    except _build.BuildError as error:
+        compiler = f"none that flashattn.jit could use: {error}"
+    show("flashattn", f"{flashattn.__version__} in {os.path.dirname(flashattn.__file__)}")
+    show("python", f"{platform.python_version()}, {platform.platform()}")
+    show("torch", f"{torch.__version__}, CUDA {torch.version.cuda or 'no'}")
+    for index in range(torch.cuda.device_count()):
+        major, minor = torch.cuda.get_device_capability(index)
+        show("gpu", f"{torch.cuda.get_device_name(index)}, sm_{major}{minor}: this version has no CUDA kernels")
+    show("cpu", f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads")
+    show("compiler", compiler)
+    try:
+        extension = _load.extension()
+    except ImportError as error:
+        show("verdict", f"BROKEN: {error}")
+        return 1
+    show("built with", ", ".join(f"{name} {value}" for name, value in extension.build_info().items()))
+    rows = extension.instances()
+    show("families", ", ".join(dict.fromkeys(row["family"] for row in rows)))
+    problems = [] if extension.build_info()["openmp"] else ["compiled without OpenMP: kernels use one thread"]
+    for op in dict.fromkeys(row["op"] for row in rows):
+        for dtype in DTYPES:
+            serving = next((name for name, why_not in extension.candidates(op, "cpu", dtype) if not why_not), None)
+            show(op, f"{dtype:9} {serving or 'no kernel'}")
+            if serving is None:
+                problems.append(f"no kernel serves {op} in {dtype} here")
+    problems += check_arithmetic()
+    show("verdict", f"BROKEN: {'; '.join(problems)}" if problems else "all is well")
+    return bool(problems)
+
+
+def check_arithmetic() -> list[str]:
+    """One call whose answer is known: equal scores make the output the mean of V and the LSE the log of the keys."""
+    q, k, v = torch.zeros(1, 3, 2, 16), torch.zeros(1, 4, 2, 16), torch.arange(4.0).view(1, 4, 1, 1).expand(1, 4, 2, 16)
+    out, lse = flashattn.forward(q, k, v, return_lse=True)
+    right = torch.allclose(out, torch.tensor(1.5)) and torch.allclose(lse, torch.tensor(4.0).log())
+    return [] if right else ["a forward with a known answer came out wrong"]
+
+
+def explain(options: argparse.Namespace) -> int:
+    """Print which kernel serves a call of these shapes."""
+    dtype = getattr(torch, options.dtype)
+    heads_k, width_v = options.kv_heads or options.heads, options.head_dim_v or options.head_dim
+    seqlen_k = options.seqlen_k or options.seqlen_q
+    q = torch.empty(options.batch, options.seqlen_q, options.heads, options.head_dim, dtype=dtype, device=options.device)
+    k = q.new_empty(options.batch, seqlen_k, heads_k, options.head_dim)
+    v = q.new_empty(options.batch, seqlen_k, heads_k, width_v)
+    print(flashattn.explain(q, k, v, causal=options.causal, window=options.window, softcap=options.softcap,
+                            dropout_p=options.dropout))
+    return 0
+
+
+def show(name: str, text: str) -> None:
+    print(f"{name:11} {text}")
+
+
+def parser() -> argparse.ArgumentParser:
+    top = argparse.ArgumentParser(prog="python -m flashattn", description="exact attention for PyTorch")
+    commands = top.add_subparsers(dest="command", required=True)
+    commands.add_parser("doctor", help="what is installed, what serves which call, and what is broken")
+    commands.add_parser("demo", help="a sentence encoder with this attention, accuracy, and memory")
+    call = commands.add_parser("explain", help="which kernel serves a call of these shapes, and why no other")
+    for name, default in (("batch", 1), ("seqlen-q", 1024), ("heads", 8), ("head-dim", 64)):
+        call.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
+    for name, same in (("seqlen-k", "seqlen-q"), ("kv-heads", "heads"), ("head-dim-v", "head-dim")):
+        call.add_argument(f"--{name}", type=int, help=f"default: {same}")
+    call.add_argument("--dtype", choices=DTYPES, default="float32")
+    call.add_argument("--device", default="cpu")
+    call.add_argument("--causal", action="store_true")
+    call.add_argument("--window", type=int, nargs=2, metavar=("LEFT", "RIGHT"), help="-1: no limit")
+    call.add_argument("--softcap", type=float, default=0.0)
+    call.add_argument("--dropout", type=float, default=0.0)
+    return top
+
+
+def main() -> int:
+    options = parser().parse_args()
+    if options.command == "doctor":
+        return doctor()
+    if options.command == "explain":
+        return explain(options)
+    from . import demo
+
+    return demo.main()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

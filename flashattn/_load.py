@@ -1,0 +1,91 @@
+"""Finds the compiled extension, once, or says exactly what is wrong and what to type next.
+
+``import flashattn`` works without it; the error comes at the first call.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+import torch
+
+from ._build import INSTALL
+
+if TYPE_CHECKING:
+    from .jit import Build
+
+_PACKAGE = Path(__file__).parent
+
+
+def ops() -> ModuleType:
+    """The ops in use: ``torch.ops.flashattn``, or those of a build that :func:`use` has made active.
+
+    Raises:
+        ImportError: the extension is missing or broken; the text says how to mend it.
+    """
+    if _ops is None:
+        raise ImportError(problem)
+    return _ops
+
+
+def extension() -> ModuleType:
+    """The pybind11 module beside :func:`ops`: build info, kernel table, host logic.  Raises ImportError as that does."""
+    if _extension is None:
+        raise ImportError(problem)
+    return _extension
+
+
+@contextmanager
+def use(build: Build) -> Iterator[None]:
+    """Make the ops of ``build`` (from ``flashattn.jit.load``) serve the public functions, in the whole process."""
+    global _ops, _extension
+    before = _ops, _extension
+    _ops, _extension = build.ops, build.extension
+    try:
+        yield
+    finally:
+        _ops, _extension = before
+
+
+def _import() -> tuple[ModuleType | None, str | None]:
+    """The extension module and no problem, or no module and what is wrong."""
+    if built := _other_python():
+        return None, f"flashattn was compiled for another Python ({built}). {_rebuild()}"
+    info = _PACKAGE / "_build_info.json"
+    torch_then = json.loads(info.read_text())["torch"] if info.exists() else None
+    if torch_then not in (None, torch.__version__):
+        return None, (f"flashattn was compiled against torch {torch_then}, but torch {torch.__version__} is running; "
+                      f"C++ extensions do not carry over. {_rebuild()}")
+    try:
+        return importlib.import_module("flashattn._C"), None
+    except ModuleNotFoundError as error:
+        if error.name != "flashattn._C":
+            raise
+        return None, f"flashattn is not compiled: there is no {_PACKAGE / '_C'}{EXTENSION_SUFFIXES[0]}. {_rebuild()}"
+    except ImportError as error:
+        return None, f"flashattn's extension does not load: {error}. {_rebuild()}"
+
+
+def _other_python() -> str:
+    """Names of extension files that this Python cannot load, if there are only such."""
+    files = {path.name for path in _PACKAGE.glob("_C.*so")}
+    return "" if files & {f"_C{suffix}" for suffix in EXTENSION_SUFFIXES} else ", ".join(sorted(files))
+
+
+def _rebuild() -> str:
+    source = _PACKAGE.parent
+    if (source / "setup.py").exists():
+        return f"Run:\n  cd {source} && pip install setuptools wheel ninja && pip install --no-build-isolation -e ."
+    return ("Run in flashattn's source tree:\n  pip install setuptools wheel ninja && "
+            f"{INSTALL.replace('install', 'install --force-reinstall --no-deps', 1)}")
+
+
+_extension, problem = _import()
+_ops = torch.ops.flashattn if _extension else None

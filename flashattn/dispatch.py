@@ -1,0 +1,80 @@
+"""Which kernel serves a call, and how to force another one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from . import _load
+
+OPS = ("forward", "backward", "decode")
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What :func:`explain` found.  ``str()`` is a readable text.
+
+    Attributes:
+        op: forward, backward or decode.
+        kernel: name of the row that serves the call, None if no row does.
+        rejected: name and reason of each row that was asked before it.
+    """
+
+    op: str
+    kernel: str | None
+    rejected: dict[str, str]
+
+    def __str__(self) -> str:
+        lines = [f"{self.op}: {self.kernel or 'no kernel serves this call'}"]
+        return "\n".join(lines + [f"  not {name}: {reason}" for name, reason in self.rejected.items()])
+
+
+def explain(q: Tensor, k: Tensor, v: Tensor | None = None, *, op: str = "forward", **options) -> Explanation:
+    """Which kernel serves a call, and why not the ones that the dispatcher asks before it.
+
+    Args:
+        q, k, v: tensors as for :func:`flashattn.forward` or :func:`flashattn.decode`; nothing is computed.
+        op: "forward", "backward" or "decode".
+        options: options of that function.  Every kernel of today serves every option; what a kernel needs more than
+            its device and dtype is taken from here.
+
+    Raises:
+        ValueError: op is none of these, or the tensors are on a device that this build does not serve.
+    """
+    if op not in OPS:
+        raise ValueError(f"op is {op!r}: expected one of {OPS}")
+    rejected = {}
+    for name, reason in _load.extension().candidates(op, q.device.type, str(q.dtype).removeprefix("torch.")):
+        if not reason:
+            return Explanation(op, name, rejected)
+        rejected[name] = reason
+    return Explanation(op, None, rejected)
+
+
+@contextmanager
+def force_family(name: str) -> Iterator[None]:
+    """Let only the kernels of one family serve inside the ``with`` block, in the whole process: for tests and A/B runs.
+
+    Args:
+        name: a family of :func:`families`, for example "cpu_baseline".
+
+    Raises:
+        ValueError: this build has no such family.
+    """
+    extension = _load.extension()
+    if name not in families():
+        raise ValueError(f"family {name!r}: expected one of {families()}")
+    before = extension.forced_family()
+    extension.force_family(name)
+    try:
+        yield
+    finally:
+        extension.force_family(before)
+
+
+def families() -> list[str]:
+    """Families of kernels that this build holds, in the dispatcher's order."""
+    return list(dict.fromkeys(row["family"] for row in _load.extension().instances()))

@@ -52,7 +52,7 @@ def doctor() -> int:
 
 def check_arithmetic() -> list[str]:
     """One call whose answer is known: equal scores make the output the mean of V and the LSE the log of the keys."""
-    q, k, v = torch.zeros(1, 3, 2, 16), torch.zeros(1, 4, 2, 16), torch.arange(4.0).view(1, 4, 1, 1).expand(1, 4, 2, 16)
+    q, k, v = torch.zeros(1, 3, 2, 16), torch.zeros(1, 4, 2, 16), torch.arange(4.0).view(1, 4, 1, 1).repeat(1, 1, 2, 16)
     out, lse = flashattn.forward(q, k, v, return_lse=True)
     right = torch.allclose(out, torch.tensor(1.5)) and torch.allclose(lse, torch.tensor(4.0).log())
     return [] if right else ["a forward with a known answer came out wrong"]

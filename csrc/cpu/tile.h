@@ -52,7 +52,7 @@ struct Panel {
   using Integer = typename VectorTypes<T>::Integer;
   int64_t count;                                     // lanes in use
   int64_t query[kPanel<T>], head[kPanel<T>];
-  Integer first[kPanel<T>], last[kPanel<T>];         // visible keys of a lane
+  alignas(kVectorBytes) Integer first[kPanel<T>], last[kPanel<T>];  // visible keys of a lane
   T position[kPanel<T>], slope[kPanel<T>];           // for ALiBi
   KeyRange some, every;                              // keys that some lane, that every lane sees
 

@@ -52,7 +52,7 @@ int cpu_level();
 struct Splits {
   int64_t count, keys;  // each split holds `keys` keys, a multiple of kSplitKeys
 };
-constexpr int64_t kSplitKeys = 64;            // the blocks of keys that kernels work on
+constexpr int64_t kSplitKeys = 128;           // the blocks of keys that kernels work on
 constexpr int64_t kInvariantSplitKeys = 1024;  // of a split when results must not depend on the batch
 
 // How to split the keys of a decode: enough splits to occupy the processors, none shorter than it is worth.

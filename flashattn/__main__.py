@@ -17,7 +17,7 @@ DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 def doctor() -> int:
-    """Print what is installed and what serves which call.  0 when all is well, otherwise 1 and the next command."""
+    """Print what is installed and what serves which call.  0 if all is well, otherwise 1 and what to do."""
     try:
         compiler = _build.compiler()
     except _build.BuildError as error:
@@ -26,9 +26,9 @@ def doctor() -> int:
     show("python", f"{platform.python_version()}, {platform.platform()}")
     show("torch", f"{torch.__version__}, CUDA {torch.version.cuda or 'no'}")
     for index in range(torch.cuda.device_count()):
-        major, minor = torch.cuda.get_device_capability(index)
-        show("gpu", f"{torch.cuda.get_device_name(index)}, sm_{major}{minor}: this version has no CUDA kernels")
-    show("cpu", f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads")
+        show("gpu", f"{torch.cuda.get_device_name(index)}: this version has no CUDA kernels")
+    show("cpu", f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}, "
+                f"{torch.get_num_threads()} threads")
     show("compiler", compiler)
     try:
         extension = _load.extension()
@@ -41,7 +41,8 @@ def doctor() -> int:
     problems = [] if extension.build_info()["openmp"] else ["compiled without OpenMP: kernels use one thread"]
     for op in dict.fromkeys(row["op"] for row in rows):
         for dtype in DTYPES:
-            serving = next((name for name, why_not in extension.candidates(op, "cpu", dtype) if not why_not), None)
+            candidates = extension.candidates(op, "cpu", dtype)
+            serving = next((name for name, why_not in candidates if not why_not), None)
             show(op, f"{dtype:9} {serving or 'no kernel'}")
             if serving is None:
                 problems.append(f"no kernel serves {op} in {dtype} here")
@@ -51,8 +52,9 @@ def doctor() -> int:
 
 
 def check_arithmetic() -> list[str]:
-    """One call whose answer is known: equal scores make the output the mean of V and the LSE the log of the keys."""
-    q, k, v = torch.zeros(1, 3, 2, 16), torch.zeros(1, 4, 2, 16), torch.arange(4.0).view(1, 4, 1, 1).repeat(1, 1, 2, 16)
+    """A known answer: with equal scores out is the mean of V and the LSE the logarithm of the keys."""
+    q, k = torch.zeros(1, 3, 2, 16), torch.zeros(1, 4, 2, 16)
+    v = torch.arange(4.0).view(1, 4, 1, 1).repeat(1, 1, 2, 16)
     out, lse = flashattn.forward(q, k, v, return_lse=True)
     right = torch.allclose(out, torch.tensor(1.5)) and torch.allclose(lse, torch.tensor(4.0).log())
     return [] if right else ["a forward with a known answer came out wrong"]
@@ -63,7 +65,7 @@ def explain(options: argparse.Namespace) -> int:
     dtype = getattr(torch, options.dtype)
     heads_k, width_v = options.kv_heads or options.heads, options.head_dim_v or options.head_dim
     seqlen_k = options.seqlen_k or options.seqlen_q
-    q = torch.empty(options.batch, options.seqlen_q, options.heads, options.head_dim, dtype=dtype, device=options.device)
+    q = torch.empty(options.batch, options.seqlen_q, options.heads, options.head_dim, dtype=dtype)
     k = q.new_empty(options.batch, seqlen_k, heads_k, options.head_dim)
     v = q.new_empty(options.batch, seqlen_k, heads_k, width_v)
     print(flashattn.explain(q, k, v, causal=options.causal, window=options.window, softcap=options.softcap,
@@ -86,7 +88,6 @@ def parser() -> argparse.ArgumentParser:
     for name, same in (("seqlen-k", "seqlen-q"), ("kv-heads", "heads"), ("head-dim-v", "head-dim")):
         call.add_argument(f"--{name}", type=int, help=f"default: {same}")
     call.add_argument("--dtype", choices=DTYPES, default="float32")
-    call.add_argument("--device", default="cpu")
     call.add_argument("--causal", action="store_true")
     call.add_argument("--window", type=int, nargs=2, metavar=("LEFT", "RIGHT"), help="-1: no limit")
     call.add_argument("--softcap", type=float, default=0.0)

@@ -1,4 +1,4 @@
-"""How flashattn is compiled: requirements, compiler flags, sources.  setup.py, jit.py and CMakeLists.txt read it.
+"""How flashattn is compiled: requirements, flags, sources.  setup.py, jit.py and CMakeLists.txt read it.
 
 Loaded by path before the package is installed, so it imports neither flashattn nor, at the top, torch.
 """
@@ -18,9 +18,8 @@ from importlib import metadata
 from pathlib import Path
 
 VERSION = "0.1.0"
-CXX_FLAGS = ["-O3", "-g0", "-fopenmp", "-fvisibility=hidden", "-Wall", "-Wno-psabi",
-             "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"]
-# -gencode flags of each family of CUDA kernels: a family is an extension module of its own.  None has kernels yet.
+CXX_FLAGS = ["-O3", "-g0", "-fopenmp", "-fvisibility=hidden", "-Wall", "-Wno-psabi"]
+# -gencode flags of each CUDA family: a family is an extension module of its own.  None has kernels yet.
 CUDA_FAMILIES: dict[str, list[str]] = {}
 INSTALL = "pip install --no-build-isolation ."
 OLDEST_TORCH = (2, 11)
@@ -38,8 +37,8 @@ def check() -> None:
     try:
         torch = metadata.version("torch")
     except metadata.PackageNotFoundError:
-        raise BuildError("flashattn is compiled against the torch that will run it, and this build sees no torch (pip's "
-                         "build isolation hides an installed one). Run:\n"
+        raise BuildError("flashattn is compiled against the torch that will run it, and this build sees no "
+                         "torch (pip's build isolation hides an installed one). Run:\n"
                          f"  pip install setuptools wheel ninja torch && {INSTALL}") from None
     if tuple(int(part) for part in re.findall(r"\d+", torch)[:2]) < OLDEST_TORCH:
         oldest = ".".join(map(str, OLDEST_TORCH))
@@ -52,7 +51,7 @@ def check() -> None:
                          f"apt-get install python3-dev), then run:\n  {INSTALL}")
     compiler()
     if not find_ninja():
-        raise BuildError(f"ninja is missing, which compiles the kernels in parallel. Run:\n"
+        raise BuildError("ninja is missing, which compiles the kernels in parallel. Run:\n"
                          f"  pip install ninja && {INSTALL}")
 
 
@@ -61,10 +60,10 @@ def compiler() -> str:
     command = os.environ.get("CXX", "c++")
     path = shutil.which(command)
     if path is None:
-        raise BuildError(f"no C++ compiler: {command} is not on PATH. Install g++ {OLDEST_GCC} or newer (Debian, "
-                         f"Ubuntu: apt-get install g++), then run:\n  {INSTALL}")
+        raise BuildError(f"no C++ compiler: {command} is not on PATH. Install g++ {OLDEST_GCC} or newer "
+                         f"(Debian, Ubuntu: apt-get install g++), then run:\n  {INSTALL}")
     text = subprocess.run([path, "--version"], capture_output=True, text=True).stdout
-    line = text.split("\n", 1)[0]
+    line = text.partition("\n")[0]
     version = re.search(r"\) (\d+)\.", line)
     if "Free Software Foundation" not in text or not version or int(version[1]) < OLDEST_GCC:
         raise BuildError(f"{path} is {line!r}: flashattn needs g++ {OLDEST_GCC} or newer. Run:\n"
@@ -73,7 +72,7 @@ def compiler() -> str:
 
 
 def find_ninja() -> bool:
-    """True if ninja runs; one that pip put into an environment that is not activated is added to PATH."""
+    """True if ninja runs; one of an environment that is not activated is added to PATH."""
     scripts = sysconfig.get_path("scripts")
     if not shutil.which("ninja") and shutil.which("ninja", path=scripts):
         os.environ["PATH"] = os.pathsep.join([scripts, os.environ.get("PATH", os.defpath)])
@@ -81,7 +80,7 @@ def find_ninja() -> bool:
 
 
 def cuda_home() -> str | None:
-    """A CUDA toolkit with nvcc and the headers.  nvcc on PATH may be a wrapper script far from its toolkit."""
+    """A CUDA toolkit: nvcc and headers.  nvcc on PATH may be a wrapper script far from its toolkit."""
     nvcc = shutil.which("nvcc")
     homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"),
              nvcc and str(Path(nvcc).resolve().parents[1]), "/usr/local/cuda"]
@@ -92,15 +91,15 @@ def cuda_home() -> str | None:
 def decision() -> str:
     """What will be built, in one line; it warns where somebody could expect CUDA kernels."""
     import torch
-
     text = f"version {VERSION}, torch {torch.__version__}, {compiler()}: building the CPU kernels"
+    home = cuda_home()
     signs = [f"torch is a CUDA {torch.version.cuda} build" if torch.version.cuda else "",
-             f"nvcc is in {home}" if (home := cuda_home()) else "",
+             f"nvcc is in {home}" if home else "",
              "FLASHATTN_ARCHS is set" if "FLASHATTN_ARCHS" in os.environ else ""]
     if _cuda_mode() == "off" or not any(signs):
         return text
-    return (f"{text}\nflashattn: WARNING: {' and '.join(filter(None, signs))}, but this version has no CUDA kernels yet: "
-            "calls with CUDA tensors will be refused. FLASHATTN_CUDA=off silences this.")
+    return (f"{text}\nflashattn: WARNING: {' and '.join(filter(None, signs))}, but this version has no CUDA "
+            "kernels yet: calls with CUDA tensors will be refused. FLASHATTN_CUDA=off silences this.")
 
 
 def csrc() -> Path:
@@ -110,33 +109,31 @@ def csrc() -> Path:
 
 
 def sources(generated: str | Path, rows: list[str] | None = None) -> list[str]:
-    """Sources of ``flashattn._C``; writes one unit a kernel and the registry into the folder ``generated``."""
+    """Sources of ``flashattn._C``; one unit a kernel and the registry are written into ``generated``."""
     spec = importlib.util.spec_from_file_location("flashattn_instances", csrc() / "instances.py")
     instances = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = instances  # dataclasses look their module up
     spec.loader.exec_module(instances)
     units = instances.generate(generated, ["cpu"], platform.machine(), rows)
-    return [*(str(csrc() / name) for name in ("ops.cpp", "python.cpp", "dispatch.cpp")), *map(str, units)]
+    return [*(str(csrc() / name) for name in ("ops.cpp", "python.cpp", "dispatch.cpp")), *units]
 
 
 def build_extension(command) -> None:
-    """Body of setup.py's build_ext: check, say what is built, compile with torch's BuildExtension.
-
-    Objects lie in a folder of this Python and torch, so that every way to install reuses them.
-    """
+    """Body of setup.py's build_ext: check, say what is built, compile with torch's BuildExtension."""
     check()
     import torch
     from torch.utils.cpp_extension import BuildExtension, CppExtension
 
     print(f"flashattn: {decision()}", file=sys.stderr)
-    temp = Path("build", f"{sys.implementation.cache_tag}-torch{torch.__version__}")
+    # Objects lie in a folder of this Python and torch, so that every way to install reuses them.
+    objects = Path("build", f"{sys.implementation.cache_tag}-torch{torch.__version__}")
     command.distribution.ext_modules[:] = [CppExtension(
-        "flashattn._C", [os.path.relpath(path) for path in sources(temp / "generated")],
-        include_dirs=[str(csrc()), str((temp / "generated").resolve())], extra_compile_args={"cxx": CXX_FLAGS})]
+        "flashattn._C", [os.path.relpath(path) for path in sources(objects / "generated")],
+        include_dirs=[str(csrc())], extra_compile_args={"cxx": CXX_FLAGS})]
     worker = BuildExtension(command.distribution)
     for option in ("build_lib", "inplace", "editable_mode", "debug", "parallel"):
         setattr(worker, option, getattr(command, option))
-    worker.build_temp = str(temp)
+    worker.build_temp = str(objects)
     worker.ensure_finalized()
     worker.run()
     info = Path(worker.get_ext_fullpath("flashattn._C")).with_name("_build_info.json")
@@ -148,6 +145,6 @@ def _cuda_mode() -> str:
     if mode not in ("auto", "on", "off"):
         raise BuildError(f"FLASHATTN_CUDA={mode}: accepted are auto, on and off")
     if mode == "on" and not CUDA_FAMILIES:
-        raise BuildError(f"FLASHATTN_CUDA=on, but flashattn {VERSION} has no CUDA kernels yet. For the CPU kernels run:\n"
-                         f"  FLASHATTN_CUDA=off {INSTALL}")
+        raise BuildError(f"FLASHATTN_CUDA=on, but flashattn {VERSION} has no CUDA kernels yet. For the CPU "
+                         f"kernels run:\n  FLASHATTN_CUDA=off {INSTALL}")
     return mode

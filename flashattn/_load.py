@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.machinery import EXTENSION_SUFFIXES
@@ -15,8 +16,6 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 import torch
-
-from ._build import INSTALL
 
 if TYPE_CHECKING:
     from .jit import Build
@@ -36,7 +35,11 @@ def ops() -> ModuleType:
 
 
 def extension() -> ModuleType:
-    """The pybind11 module beside :func:`ops`: build info, kernel table, host logic.  Raises ImportError as that does."""
+    """The pybind11 module that goes with :func:`ops`: build info, kernel table, host logic.
+
+    Raises:
+        ImportError: as :func:`ops`.
+    """
     if _extension is None:
         raise ImportError(problem)
     return _extension
@@ -44,7 +47,7 @@ def extension() -> ModuleType:
 
 @contextmanager
 def use(build: Build) -> Iterator[None]:
-    """Make the ops of ``build`` (from ``flashattn.jit.load``) serve the public functions, in the whole process."""
+    """Let ``build`` (from ``flashattn.jit.load``) serve flashattn's functions, in the whole process."""
     global _ops, _extension
     before = _ops, _extension
     _ops, _extension = build.ops, build.extension
@@ -56,19 +59,19 @@ def use(build: Build) -> Iterator[None]:
 
 def _import() -> tuple[ModuleType | None, str | None]:
     """The extension module and no problem, or no module and what is wrong."""
-    if built := _other_python():
-        return None, f"flashattn was compiled for another Python ({built}). {_rebuild()}"
+    if other := _other_python():
+        return None, f"flashattn is compiled for another Python ({other}). {_rebuild()}"
     info = _PACKAGE / "_build_info.json"
-    torch_then = json.loads(info.read_text())["torch"] if info.exists() else None
-    if torch_then not in (None, torch.__version__):
-        return None, (f"flashattn was compiled against torch {torch_then}, but torch {torch.__version__} is running; "
-                      f"C++ extensions do not carry over. {_rebuild()}")
+    built_for = json.loads(info.read_text())["torch"] if info.exists() else torch.__version__
+    if built_for != torch.__version__:
+        return None, (f"flashattn is compiled against torch {built_for}, but torch {torch.__version__} is "
+                      f"running; C++ extensions do not carry over. {_rebuild()}")
     try:
         return importlib.import_module("flashattn._C"), None
     except ModuleNotFoundError as error:
         if error.name != "flashattn._C":
             raise
-        return None, f"flashattn is not compiled: there is no {_PACKAGE / '_C'}{EXTENSION_SUFFIXES[0]}. {_rebuild()}"
+        return None, f"flashattn is not compiled in {_PACKAGE}.{_hidden()} {_rebuild()}"
     except ImportError as error:
         return None, f"flashattn's extension does not load: {error}. {_rebuild()}"
 
@@ -79,12 +82,20 @@ def _other_python() -> str:
     return "" if files & {f"_C{suffix}" for suffix in EXTENSION_SUFFIXES} else ", ".join(sorted(files))
 
 
+def _hidden() -> str:
+    """A compiled flashattn that this one hides: Python started in the source tree prefers the source tree."""
+    place = next((place for place in sys.path if any(Path(place, "flashattn").glob("_C.*so"))), None)
+    return f" It hides the one in {place}: start Python elsewhere, or compile here too." if place else ""
+
+
 def _rebuild() -> str:
     source = _PACKAGE.parent
     if (source / "setup.py").exists():
-        return f"Run:\n  cd {source} && pip install setuptools wheel ninja && pip install --no-build-isolation -e ."
-    return ("Run in flashattn's source tree:\n  pip install setuptools wheel ninja && "
-            f"{INSTALL.replace('install', 'install --force-reinstall --no-deps', 1)}")
+        where, install = f"Run:\n  cd {source} && ", "pip install --no-build-isolation -e ."
+    else:
+        where = "Run in flashattn's source tree:\n  "
+        install = "pip install --no-build-isolation --force-reinstall --no-deps ."
+    return f"{where}pip install setuptools wheel ninja && {install}"
 
 
 _extension, problem = _import()

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import math
 import subprocess
@@ -136,29 +137,26 @@ def memory() -> bool:
 
 
 def measure(kind: str) -> int:
-    """Bytes by which one forward raises this process's resident memory at its peak.  Linux only."""
-    def attend(length: int) -> Tensor:
-        q, k, v = (torch.randn(1, length, 1, 64).half() for _ in range(3))
-        before = _reset_peak()
+    """Bytes by which one forward raises the peak of this process's resident memory.  Linux with glibc."""
+    def attend(length: int) -> int:
+        q, k, v = (torch.randn(1, length, 1, 64, dtype=torch.float16) for _ in range(3))
+        ctypes.CDLL(None).malloc_trim(0)                                 # freed memory must not hide new memory
+        Path("/proc/self/clear_refs").write_text("5")                    # VmHWM, the peak, restarts here
+        before = _resident_peak()
         if kind == "tiled":
             flashattn.forward(q, k, v)
         else:
             q, k, v = (t[0, :, 0] for t in (q, k, v))
             torch.softmax(q @ (k * 0.125).T, dim=-1) @ v
-        return _status("VmHWM") - before
+        return _resident_peak() - before
 
-    attend(256)                                                          # thread pools and code are loaded here
+    attend(256)                                                          # loads code and starts threads
     return attend(LENGTH)
 
 
-def _reset_peak() -> int:
-    Path("/proc/self/clear_refs").write_text("5")                        # sets VmHWM to what is resident now
-    return _status("VmHWM")
-
-
-def _status(field: str) -> int:
+def _resident_peak() -> int:
     lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(field))
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
 
 
 def _verdict(name: str, ours: Tensor, exact: Tensor, plain: Tensor) -> bool:

@@ -1,7 +1,7 @@
-"""Compile flashattn from its sources into a running process: for work on kernels, and for a build with other rows.
+"""Compile flashattn from its sources into a running process: for work on kernels, or a build with other rows.
 
-Only on request, never inside a call.  What was compiled once is found again by its content: sources, rows, flags,
-compiler, torch and Python.  Each build has its own torch namespace, so several can live in a process.
+Only on request, never inside a call.  What was compiled once is found again by its content: sources, rows,
+flags, compiler, torch and Python.  Each build has its own torch namespace, so several can live in a process.
 
     build = flashattn.jit.load()                   # compiles, about a minute; then from the cache
     with flashattn.jit.use(build):
@@ -58,12 +58,14 @@ _builds: dict[str, Build] = {}
 _loading = threading.Lock()
 
 
-def load(*, rows: Sequence[str] | None = None, extra_cxx_flags: Sequence[str] = (), verbose: bool = False) -> Build:
+def load(
+    *, rows: Sequence[str] | None = None, extra_cxx_flags: Sequence[str] = (), verbose: bool = False
+) -> Build:
     """Compile and load flashattn, or take it from the cache.
 
-    The cache is ``$TORCH_EXTENSIONS_DIR/flashattn``, otherwise ``flashattn`` in the user's cache folder, otherwise
-    (nothing can be written there) a folder of the user's in the temporary directory.  Processes that ask for the same
-    build at the same time compile it once; one that was killed leaves nothing that the next could take for a build.
+    The cache is ``$TORCH_EXTENSIONS_DIR/flashattn``, otherwise ``flashattn`` in the user's cache folder; if
+    that cannot be written, a folder of the user's in the temporary directory.  Processes that ask for the same
+    build at once compile it once; a killed one leaves nothing that could be taken for a build.
 
     Args:
         rows: names of kernels from csrc/instances.py; None is every CPU kernel.
@@ -75,7 +77,8 @@ def load(*, rows: Sequence[str] | None = None, extra_cxx_flags: Sequence[str] = 
 
     Raises:
         ValueError, TypeError: an unknown row; a string in place of a list.
-        RuntimeError: something that a build needs is missing (the text says what to install); the compiler's errors.
+        RuntimeError: what a build needs is missing (the text says what to type); compiler errors; the sources
+            were edited meanwhile.
     """
     for name, value in (("rows", rows), ("extra_cxx_flags", extra_cxx_flags)):
         if isinstance(value, str):
@@ -117,12 +120,14 @@ def _compile(namespace: str, rows: Sequence[str] | None, flags: list[str], verbo
             print(f"flashattn.jit: compiling {namespace} in {root}", file=sys.stderr, flush=True)
             sources = _build.sources(folder, rows)
             extension = cpp_extension.load(
-                namespace, sources, build_directory=folder, extra_include_paths=[str(_build.csrc()), folder],
+                namespace, sources, build_directory=folder, extra_include_paths=[str(_build.csrc())],
                 extra_cflags=[shlex.quote(flag) for flag in (*flags, f'-DFLASHATTN_NAMESPACE="{namespace}"')],
                 with_cuda=False, verbose=verbose)
+            if _digest(rows, flags) not in namespace:
+                raise RuntimeError(f"{_build.csrc()} was edited while it was compiled: load again")
             library = Path(extension.__file__)
             finished = root / namespace / library.name
-            finished.parent.mkdir(exist_ok=True)
+            finished.parent.mkdir(mode=0o700, exist_ok=True)
             library.rename(finished)
     extension.__file__ = extension.__spec__.origin = str(finished)
     return extension
@@ -137,33 +142,35 @@ def _import(library: Path) -> ModuleType:
 
 def _roots() -> list[Path]:
     """Cache folders in the order of preference."""
-    chosen = os.environ.get("TORCH_EXTENSIONS_DIR") or os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    user = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    chosen = os.environ.get("TORCH_EXTENSIONS_DIR") or user
     return [Path(chosen, "flashattn"), Path(tempfile.gettempdir(), f"flashattn-{os.getuid()}")]
 
 
 def _lock(namespace: str) -> tuple[Path, TextIO]:
-    """The first cache folder that can be written, with its lock for this namespace held until the file is closed.
+    """The first cache folder that can be written, and its lock for this namespace, held until it is closed.
 
     The kernel drops the lock when its holder dies, so a killed build does not block the next one.
     """
     problems = []
     for root in _roots():
         try:
-            root.mkdir(mode=0o755, parents=True, exist_ok=True)
+            root.mkdir(mode=0o700, parents=True, exist_ok=True)
             if not _trusted(root):
                 raise PermissionError("others can write there")
-            lock = open(root / f"{namespace}.lock", "w")  # noqa: SIM115
+            lock = open(root / f"{namespace}.lock", "w")
             fcntl.flock(lock, fcntl.LOCK_EX)
             return root, lock
         except OSError as error:
             problems.append(f"{root}: {error}")
-    raise _build.BuildError(f"no folder for compiled kernels ({'; '.join(problems)}): set TORCH_EXTENSIONS_DIR to one "
-                            "that you can write")
+    raise _build.BuildError(f"no folder for compiled kernels ({'; '.join(problems)}): set "
+                            "TORCH_EXTENSIONS_DIR to one that you can write")
 
 
 def _find(namespace: str) -> Path | None:
     """The finished library.  Libraries are renamed into place: whatever lies there is whole."""
-    return next((path for root in _roots() if _trusted(root) for path in root.glob(f"{namespace}/*.so")), None)
+    roots = [root for root in _roots() if _trusted(root)]
+    return next((path for root in roots for path in root.glob(f"{namespace}/*.so")), None)
 
 
 def _trusted(root: Path) -> bool:

@@ -2,9 +2,12 @@
 #pragma once
 
 #include "cpu/forward.h"
+#include "dispatch.h"
 
 namespace flashattn::cpu {
 namespace {
+
+static_assert(kSplitKeys % kKeys == 0 && kInvariantSplitKeys % kKeys == 0, "splits consist of whole blocks");
 
 // Partial results of the splits: out (split, row, head, column) and LSE (split, row, head).
 template <class T>
@@ -115,7 +118,7 @@ inline void decode(const DecodeParams& call) {
   DecodeParams p = call;
   if (p.rotary.cos) p.q = p.q_rotated;
   const int64_t sequences = p.batch * p.heads_k;
-  const int64_t tiles = divide_up(p.seqlen_q.rows * (p.heads_q / p.heads_k), kTileRows<T>);
+  const int64_t tiles = divide_up(p.seqlen_q.rows * (p.heads_q / p.heads_k), kTileRows);
   Arena shared{static_cast<char*>(p.workspace.shared)};
   const Partials<T> partials(p, shared);
   const Destination result{p.out, p.dtype, p.lse, {}, true};
@@ -131,10 +134,10 @@ inline void decode(const DecodeParams& call) {
     for (int64_t task = 0; task < sequences * tiles * p.splits; ++task) {
       const int64_t i = task / p.splits % sequences, tile = task / p.splits / sequences, split = task % p.splits;
       const SequenceView view(p, i / p.heads_k, i % p.heads_k);
-      if (tile * kTileRows<T> >= view.q.allotted * view.group) continue;
+      if (tile * kTileRows >= view.q.allotted * view.group) continue;
       const KeyRange limit{std::min(view.k.length, split * p.keys_per_split),
                            std::min(view.k.length, (split + 1) * p.keys_per_split)};
-      forward_tile(view, tile * kTileRows<T>, limit, p.splits == 1 ? result : partials.split(p, split), scratch);
+      forward_tile(view, tile * kTileRows, limit, p.splits == 1 ? result : partials.split(p, split), scratch);
     }
     if (p.splits > 1) {
 #pragma omp for schedule(dynamic, 1)

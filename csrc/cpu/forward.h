@@ -7,16 +7,15 @@
 namespace flashattn::cpu {
 namespace {
 
-constexpr int kPanels = 8;  // of a tile: they share the converted keys of a block
-
-template <class T> constexpr int64_t kTileRows = kPanels * kPanel<T>;
+constexpr int64_t kTileRows = 256;  // they share the copied keys of a block
+template <class T> constexpr int kPanels = kTileRows / kPanel<T>;
 
 template <class T>
 struct ForwardScratch {
   T *q, *out, *k, *v, *scores, *factors, *row, *zeros;
 
   ForwardScratch(const ForwardParams& p, Arena& arena)
-      : q(arena.take<T>(kPanels * p.head_dim * kPanel<T>)), out(arena.take<T>(kPanels * p.head_dim_v * kPanel<T>)),
+      : q(arena.take<T>(kTileRows * p.head_dim)), out(arena.take<T>(kTileRows * p.head_dim_v)),
         k(arena.take<T>(kKeys * p.head_dim)), v(arena.take<T>(kKeys * p.head_dim_v)),
         scores(arena.take<T>(kKeys * kPanel<T>)), factors(arena.take<T>(kKeys * kPanel<T>)),
         row(arena.take<T>(std::max<int64_t>({kKeys, p.head_dim, p.head_dim_v}))), zeros(arena.take<T>(p.head_dim_v)) {}
@@ -91,10 +90,10 @@ template <class T>
 inline void forward_tile(const SequenceView& view, int64_t row, KeyRange limit, const Destination& to,
                          ForwardScratch<T>& scratch) {
   const ForwardParams& p = view.p;
-  const int64_t panels = std::min<int64_t>(kPanels, divide_up(view.q.allotted * view.group - row, kPanel<T>));
+  const int64_t panels = std::min<int64_t>(kPanels<T>, divide_up(view.q.allotted * view.group - row, kPanel<T>));
   const bool direct = in_place<T>(p, panels);
-  Panel<T> panel[kPanels];
-  OnlineSoftmax<T> softmax[kPanels];
+  Panel<T> panel[kPanels<T>];
+  OnlineSoftmax<T> softmax[kPanels<T>];
   const T *k_rows[kKeys], *v_rows[kKeys], *seen[kKeys];
   KeyRange tile{limit.last, limit.first};
   for (int64_t i = 0; i < panels; ++i) {
@@ -144,7 +143,7 @@ inline Workspace forward_workspace(const ForwardParams& p) {
 
 template <class T>
 inline void forward(const ForwardParams& p) {
-  const int64_t tiles = divide_up(p.seqlen_q.rows * (p.heads_q / p.heads_k), kTileRows<T>);
+  const int64_t tiles = divide_up(p.seqlen_q.rows * (p.heads_q / p.heads_k), kTileRows);
   const Destination to{p.out, p.dtype, p.lse, p.max_logit, true};
 #pragma omp parallel num_threads(p.workspace.threads)
   {
@@ -153,7 +152,7 @@ inline void forward(const ForwardParams& p) {
 #pragma omp for schedule(dynamic, 1)
     for (int64_t task = 0; task < tiles * p.batch * p.heads_k; ++task) {
       const SequenceView view(p, task / p.heads_k % p.batch, task % p.heads_k);
-      const int64_t row = (tiles - 1 - task / (p.heads_k * p.batch)) * kTileRows<T>;  // causal: longest first
+      const int64_t row = (tiles - 1 - task / (p.heads_k * p.batch)) * kTileRows;  // causal: longest first
       if (row < view.q.allotted * view.group) forward_tile(view, row, {0, view.k.length}, to, scratch);
     }
   }

@@ -8,7 +8,7 @@
 namespace flashattn::cpu {
 namespace {
 
-constexpr int kKeys = 64;  // of a block; blocks start at multiples of it, so that no result depends on the tiling
+constexpr int kKeys = 128;  // of a block; blocks start at multiples of it, so that no result depends on the tiling
 
 // Hands out 64-byte aligned pieces of a thread's workspace; with data null it only measures.
 struct Arena {

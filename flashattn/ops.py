@@ -1,6 +1,6 @@
-"""What torch knows of the operators besides their kernels: fake kernels and autograd.
+"""What is written in Python of the operators: fake kernels, and the second derivative.
 
-``register(namespace)`` attaches both to ``torch.ops.<namespace>``, whose schemas and kernels come from C++.
+Schemas, kernels and the first derivative come from C++ (csrc/ops.cpp, csrc/autograd.cpp).
 """
 
 from __future__ import annotations
@@ -22,82 +22,36 @@ TENSOR_OPTIONS = (
 
 
 def register(namespace: str) -> None:
-    """Attach fake kernels and autograd to the operators of ``torch.ops.<namespace>``; once a namespace."""
-    ops = getattr(torch.ops, namespace)
+    """Attach what is written in Python to the operators of ``torch.ops.<namespace>``; once a namespace."""
     for name, fake in (("forward", _fake_forward), ("forward_out", _fake_forward_out), ("backward", _fake_backward),
                        ("decode", _fake_decode), ("decode_", _fake_decode_in_place)):
         torch.library.register_fake(f"{namespace}::{name}", fake)
-
-    def backward(ctx, dout: Tensor | None, dlse: Tensor | None, _):
-        q, k, v, out, lse, options = _saved(ctx)
-        dout = torch.zeros_like(out) if dout is None else dout
-        bias_grad = ctx.needs_input_grad[3 + OPTIONS.index("bias")]
-        options["deterministic"] |= torch.are_deterministic_algorithms_enabled()
-        dq, dk, dv, dbias, dsink = ops.backward(dout, q, k, v, out, lse, dlse, *options.values(), bias_grad)
-        grads = dict.fromkeys(OPTIONS)
-        grads["bias"] = dbias if bias_grad else None
-        grads["sink"] = dsink if options["sink"] is not None else None
-        return dq, dk, dv, *grads.values(), None
-
-    torch.library.register_autograd(f"{namespace}::forward", backward, setup_context=_save_forward)
-    torch.library.register_autograd(f"{namespace}::backward", _double_backward, setup_context=_save_backward)
+    torch.library.impl(f"{namespace}::double_backward", "CompositeImplicitAutograd", _double_backward)
 
 
-def _save(ctx, tensors: tuple[Tensor | None, ...], options: tuple) -> None:
-    options = dict(zip(OPTIONS, options, strict=True))
-    if options["alibi_slopes"] is not None and options["alibi_slopes"].requires_grad:
-        raise NotImplementedError("alibi_slopes requires a gradient: expected slopes without one; pass them as a bias")
-    ctx.tensor_count = len(tensors)
-    ctx.save_for_backward(*tensors, *(options.pop(name) for name in TENSOR_OPTIONS))
-    ctx.options = options
-    ctx.set_materialize_grads(False)
+def _double_backward(ddq, ddk, ddv, ddbias, ddsink, dout, q, k, v, dlse, *options):
+    """Gradient of the backward operator by autograd through plain torch, in S^2 memory: right and slow.
 
-
-def _saved(ctx) -> tuple:
-    """The saved tensors, then the options of the call in the order of OPTIONS."""
-    tensors, rest = ctx.saved_tensors[:ctx.tensor_count], ctx.saved_tensors[ctx.tensor_count:]
-    options = ctx.options | dict(zip(TENSOR_OPTIONS, rest, strict=True))
-    return *tensors, {name: options[name] for name in OPTIONS}
-
-
-def _save_forward(ctx, inputs, output) -> None:
-    q, k, v, *options, _ = inputs
-    out, lse, max_logit = output
-    ctx.mark_non_differentiable(max_logit)
-    _save(ctx, (q, k, v, out, lse), options)
-
-
-def _save_backward(ctx, inputs, output) -> None:
-    dout, q, k, v, _, _, dlse, *options, _ = inputs
-    _save(ctx, (dout, q, k, v, dlse), options)
-
-
-def _double_backward(ctx, *grads: Tensor | None):
-    """Second derivatives by autograd through plain torch, in S^2 memory: right and slow.
-
-    backward(dout, q, k, v, out, lse, dlse) is differentiated as a function of (dout, q, k, v, dlse, bias, sink), with out
-    and lse as the functions of the rest that they are; so all of the gradient arrives there and none at out and lse.
+    It is differentiated as a function of (dout, q, k, v, dlse, bias, sink), with out and lse as the functions of the rest
+    that they are; so all of the gradient arrives there and none at out and lse.
     """
-    *tensors, options = _saved(ctx)
+    options = dict(zip(OPTIONS, options, strict=True))
     create_graph = torch.is_grad_enabled()
     with torch.enable_grad():
-        tensors = [_differentiable(t) for t in (*tensors, options["bias"], options["sink"])]
+        tensors = [_differentiable(t) for t in (dout, q, k, v, dlse, options["bias"], options["sink"])]
         dout, q, k, v, dlse, bias, sink = tensors
-        semantic = {name: options[name] for name in OPTIONS
-                    if name not in ("window_left", "window_right", "deterministic", "batch_invariant")}
-        semantic |= {"bias": bias, "sink": sink, "window": (options["window_left"], options["window_right"])}
-        out, lse, _ = reference.forward(q, k, v, **semantic)
-        wrt = [t for t in (q, k, v, bias, sink) if t is not None]
-        seeds = (dout.to(out.dtype), torch.zeros_like(lse) if dlse is None else dlse.to(out.dtype))
-        first = iter(torch.autograd.grad((out, lse), wrt, seeds, create_graph=True, materialize_grads=True))
+        window = options.pop("window_left"), options.pop("window_right")
+        semantic = {name: value for name, value in options.items() if name not in ("deterministic", "batch_invariant")}
+        out, lse, _ = reference.forward(q, k, v, **semantic | {"bias": bias, "sink": sink, "window": window})
+        inputs = [t for t in (q, k, v, bias, sink) if t is not None]
+        seeds = (dout.to(out.dtype), torch.zeros_like(lse) if dlse is None else dlse.to(lse.dtype))
+        first = iter(torch.autograd.grad((out, lse), inputs, seeds, create_graph=True, materialize_grads=True))
         first = [None if t is None else next(first) for t in (q, k, v, bias, sink)]
-    pairs = [(g, seed.to(g.dtype)) for g, seed in zip(first, grads) if g is not None and seed is not None]
-    inputs = [t for t in tensors if t is not None]
-    second = iter(torch.autograd.grad([g for g, _ in pairs], inputs, [seed for _, seed in pairs],
-                                      create_graph=create_graph, materialize_grads=True))
-    ddout, dq, dk, dv, ddlse, dbias, dsink = (None if t is None else next(second) for t in tensors)
-    option_grads = dict.fromkeys(OPTIONS) | {"bias": dbias, "sink": dsink}
-    return ddout, dq, dk, dv, None, None, ddlse, *option_grads.values(), None
+    pairs = [(grad, seed.to(grad.dtype)) for grad, seed in zip(first, (ddq, ddk, ddv, ddbias, ddsink))
+             if grad is not None and seed is not None]
+    second = iter(torch.autograd.grad([grad for grad, _ in pairs], [t for t in tensors if t is not None],
+                                      [seed for _, seed in pairs], create_graph=create_graph, materialize_grads=True))
+    return tuple(q.new_empty(0) if t is None else next(second) for t in tensors)
 
 
 def _differentiable(t: Tensor | None) -> Tensor | None:

@@ -1,0 +1,194 @@
+// Derivatives: forward's gradient is the backward operator, backward's own is double_backward (plain torch, in Python).
+// In C++ because the same registration in Python costs a training step some 200 us (docs/algorithm.md).
+#include <ATen/Context.h>
+#include <ATen/ops/zeros_like.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/library.h>
+
+#include "namespace.h"
+
+namespace flashattn {
+namespace {
+
+using at::Tensor;
+using c10::IValue;
+using c10::OperatorHandle;
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+using Stack = torch::jit::Stack;
+
+// Arguments of a call with their names; SymInts and Nones stay what they are.
+struct Call {
+  const OperatorHandle& op;
+  c10::DispatchKeySet keys;
+  std::vector<IValue> values;
+
+  Call(const OperatorHandle& op_, c10::DispatchKeySet keys_, Stack* stack) : op(op_), keys(keys_) {
+    const auto count = op.schema().arguments().size();
+    const auto arguments = torch::jit::last(*stack, count);
+    values.assign(arguments.begin(), arguments.end());
+    torch::jit::drop(*stack, count);
+  }
+
+  std::optional<Tensor> tensor(const char* name) const {
+    return values[*op.schema().argumentIndexWithName(name)].toOptional<Tensor>();
+  }
+
+  bool requires_grad(std::initializer_list<const char*> names) const {
+    if (!at::GradMode::is_enabled()) return false;
+    for (const char* name : names)
+      if (const auto x = tensor(name); x && x->requires_grad()) return true;
+    return false;
+  }
+
+  // The results of the kernels below autograd.
+  variable_list run() const {
+    Stack stack(values);
+    at::AutoDispatchBelowADInplaceOrView below;
+    op.redispatchBoxed(keys & c10::after_autograd_keyset, &stack);
+    variable_list results;
+    for (const auto& result : stack) results.push_back(result.toTensor());
+    return results;
+  }
+};
+
+// Tensors are saved where autograd can watch them, the other values beside them.
+void save(AutogradContext* ctx, std::vector<IValue> values, const variable_list& results) {
+  variable_list tensors = results;
+  c10::List<bool> is_tensor;
+  for (auto& value : values) {
+    is_tensor.push_back(value.isTensor());
+    if (value.isTensor()) {
+      tensors.push_back(value.toTensor());
+      value = IValue();
+    }
+  }
+  ctx->save_for_backward(std::move(tensors));
+  ctx->saved_data["is_tensor"] = is_tensor;
+  ctx->saved_data["values"] = c10::ivalue::Tuple::create(std::move(values));
+  ctx->set_materialize_grads(false);
+}
+
+struct Saved {
+  variable_list tensors;  // results that were saved come first
+  std::vector<IValue> values;
+
+  Saved(AutogradContext* ctx, size_t results) : tensors(ctx->get_saved_variables()) {
+    const auto is_tensor = ctx->saved_data["is_tensor"].toBoolList();
+    values = ctx->saved_data["values"].toTupleRef().elements().vec();
+    for (size_t i = 0, next = results; i < values.size(); ++i)
+      if (is_tensor.get(i)) values[i] = tensors[next++];
+  }
+};
+
+IValue maybe(const Tensor& x) { return x.defined() ? IValue(x) : IValue(); }
+
+std::vector<Tensor> call(const char* name, Stack stack) {
+  const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(name, "");
+  op.callBoxed(&stack);
+  std::vector<Tensor> results;
+  for (const auto& result : stack) results.push_back(result.toTensor());
+  return results;
+}
+
+Tensor some(const Tensor& x) { return x.numel() > 0 ? x : Tensor(); }
+
+using Maybe = std::optional<Tensor>;
+
+// The tensors with gradients are arguments of their own so that autograd connects them.
+struct Forward : torch::autograd::Function<Forward> {
+  static variable_list forward(AutogradContext* ctx, const Call& call, const Tensor&, const Tensor&, const Tensor&,
+                               const Maybe&, const Maybe&) {
+    auto results = call.run();
+    ctx->mark_non_differentiable({results[2]});
+    save(ctx, call.values, {results[0], results[1]});
+    ctx->saved_data["bias_index"] = static_cast<int64_t>(*call.op.schema().argumentIndexWithName("bias"));
+    ctx->saved_data["deterministic_index"] =
+        static_cast<int64_t>(*call.op.schema().argumentIndexWithName("deterministic"));
+    return results;
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    Saved saved(ctx, 2);
+    const Tensor &out = saved.tensors[0], &lse = saved.tensors[1];
+    auto& values = saved.values;
+    const bool bias_grad = values[ctx->saved_data["bias_index"].toInt()].isTensor() && ctx->needs_input_grad(3);
+    auto& deterministic = values[ctx->saved_data["deterministic_index"].toInt()];
+    deterministic = deterministic.toBool() || at::globalContext().deterministicAlgorithms();
+    Stack stack{grads[0].defined() ? grads[0] : at::zeros_like(out), values[0], values[1], values[2], out, lse,
+                maybe(grads[1])};
+    stack.insert(stack.end(), values.begin() + 3, values.end() - 1);  // the options, without return_max_logit
+    stack.emplace_back(bias_grad);
+    std::vector<Tensor> result;
+    if (at::GradMode::is_enabled()) {
+      result = call(FLASHATTN_NAMESPACE "::backward", std::move(stack));
+    } else {
+      at::AutoDispatchBelowADInplaceOrView below;
+      result = call(FLASHATTN_NAMESPACE "::backward", std::move(stack));
+    }
+    return {Tensor(), result[0], result[1], result[2], some(result[3]), some(result[4])};
+  }
+};
+
+struct Backward : torch::autograd::Function<Backward> {
+  static variable_list forward(AutogradContext* ctx, const Call& call, const Tensor&, const Tensor&, const Tensor&,
+                               const Tensor&, const Maybe&, const Maybe&, const Maybe&) {
+    auto results = call.run();
+    save(ctx, call.values, {});
+    return results;
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    Saved saved(ctx, 0);
+    auto& values = saved.values;  // dout, q, k, v, out, lse, dlse, options, bias_grad
+    Stack stack;
+    for (const auto& grad : grads) stack.push_back(maybe(grad));
+    stack.insert(stack.end(), values.begin(), values.begin() + 4);
+    stack.insert(stack.end(), values.begin() + 6, values.end() - 1);
+    const auto result = call(FLASHATTN_NAMESPACE "::double_backward", std::move(stack));
+    return {Tensor(), result[0], result[1], result[2], result[3], some(result[4]), some(result[5]), some(result[6])};
+  }
+};
+
+void push(Stack* stack, const variable_list& results) {
+  for (const auto& result : results) stack->emplace_back(result);
+}
+
+void refuse_forward_mode(const Call& call, std::initializer_list<const char*> names) {
+  for (const char* name : names)
+    if (const auto x = call.tensor(name); x && x->unsafeGetTensorImpl()->_fw_grad(0, *x).defined())
+      TORCH_CHECK_NOT_IMPLEMENTED(false, name, " has a tangent: forward-mode AD (jvp) of ", call.op.schema().name(),
+                                  " is not implemented; expected reverse mode");
+}
+
+void forward(const OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
+  const Call call(op, keys, stack);
+  refuse_forward_mode(call, {"q", "k", "v", "bias", "sink"});
+  TORCH_CHECK_NOT_IMPLEMENTED(!call.requires_grad({"alibi_slopes"}), "alibi_slopes requires a gradient: expected "
+                              "slopes without one; pass the whole bias for a gradient");
+  push(stack, call.requires_grad({"q", "k", "v", "bias", "sink"})
+                  ? Forward::apply(call, *call.tensor("q"), *call.tensor("k"), *call.tensor("v"), call.tensor("bias"),
+                                   call.tensor("sink"))
+                  : call.run());
+}
+
+void backward(const OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
+  const Call call(op, keys, stack);
+  refuse_forward_mode(call, {"dout", "q", "k", "v", "dlse", "bias", "sink"});
+  push(stack, call.requires_grad({"dout", "q", "k", "v", "dlse", "bias", "sink"})
+                  ? Backward::apply(call, *call.tensor("dout"), *call.tensor("q"), *call.tensor("k"),
+                                    *call.tensor("v"), call.tensor("dlse"), call.tensor("bias"), call.tensor("sink"))
+                  : call.run());
+}
+
+torch::Library implement() {
+  torch::Library library(torch::Library::IMPL, FLASHATTN_NAMESPACE, c10::DispatchKey::Autograd, __FILE__, __LINE__);
+  library.impl("forward", torch::CppFunction::makeFromBoxedFunction<&forward>());
+  library.impl("backward", torch::CppFunction::makeFromBoxedFunction<&backward>());
+  return library;
+}
+
+const torch::Library autograd = implement();
+
+}  // namespace
+}  // namespace flashattn

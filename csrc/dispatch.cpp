@@ -38,7 +38,8 @@ template <class Params>
 std::string why_not(const Instance<Params>& instance, const Problem& problem) {
   if (!family().empty() && family() != instance.family) return "family " + family() + " is forced";
   if (instance.device != problem.device) return "runs on another kind of device";
-  if (instance.level > problem.level) return "needs a CPU with the " + std::string(instance.family) + " instructions";
+  if (instance.level > problem.level)
+    return "needs a CPU with the " + std::string(instance.family) + " instructions";
   return "";
 }
 
@@ -60,7 +61,8 @@ template const Instance<ForwardParams>& select(const Problem&);
 template const Instance<BackwardParams>& select(const Problem&);
 template const Instance<DecodeParams>& select(const Problem&);
 
-Splits decode_splits(int64_t tiles, int64_t longest_k, int64_t processors, int64_t wanted, bool batch_invariant) {
+Splits decode_splits(int64_t tiles, int64_t longest_k, int64_t processors, int64_t wanted,
+                     bool batch_invariant) {
   const int64_t blocks = std::max<int64_t>(1, divide_up(longest_k, kSplitKeys));
   int64_t keys;
   if (batch_invariant) {
@@ -69,7 +71,10 @@ Splits decode_splits(int64_t tiles, int64_t longest_k, int64_t processors, int64
     // Four tasks a processor even out; a split under 256 keys costs more in the merge than it gains.
     const int64_t useful = std::max<int64_t>(1, blocks * kSplitKeys / 256);
     const int64_t automatic = std::min(useful, divide_up(4 * processors, std::max<int64_t>(1, tiles)));
-    const int64_t splits = std::clamp<int64_t>(wanted > 0 ? wanted : tiles >= 2 * processors ? 1 : automatic, 1, blocks);
+    const int64_t splits = std::clamp<int64_t>(wanted > 0                ? wanted
+                                               : tiles >= 2 * processors ? 1
+                                                                         : automatic,
+                                               1, blocks);
     keys = divide_up(blocks, splits) * kSplitKeys;
   }
   return {std::max<int64_t>(1, divide_up(longest_k, keys)), keys};

@@ -24,16 +24,20 @@ struct Instance {
   const char* name;
   const char* family;
   Device device;
-  int level;                             // least level of the device
+  int level;                              // least level of the device
   Workspace (*workspace)(const Params&);  // bytes that a launch needs
   void (*launch)(const Params&);
 };
 
 // Generated from csrc/instances.py, newest family first.
-template <class Params> const std::vector<Instance<Params>>& instances();
-template <> const std::vector<Instance<ForwardParams>>& instances<ForwardParams>();
-template <> const std::vector<Instance<BackwardParams>>& instances<BackwardParams>();
-template <> const std::vector<Instance<DecodeParams>>& instances<DecodeParams>();
+template <class Params>
+const std::vector<Instance<Params>>& instances();
+template <>
+const std::vector<Instance<ForwardParams>>& instances<ForwardParams>();
+template <>
+const std::vector<Instance<BackwardParams>>& instances<BackwardParams>();
+template <>
+const std::vector<Instance<DecodeParams>>& instances<DecodeParams>();
 
 // Empty when the row can serve the problem.
 template <class Params>
@@ -52,10 +56,11 @@ int cpu_level();
 struct Splits {
   int64_t count, keys;  // each split holds `keys` keys, a multiple of kSplitKeys
 };
-constexpr int64_t kSplitKeys = 128;           // the blocks of keys that kernels work on
+constexpr int64_t kSplitKeys = 128;            // the blocks of keys that kernels work on
 constexpr int64_t kInvariantSplitKeys = 1024;  // of a split when results must not depend on the batch
 
 // How to split the keys of a decode: enough splits to occupy the processors, none shorter than it is worth.
-Splits decode_splits(int64_t tiles, int64_t longest_k, int64_t processors, int64_t wanted, bool batch_invariant);
+Splits decode_splits(int64_t tiles, int64_t longest_k, int64_t processors, int64_t wanted,
+                     bool batch_invariant);
 
 }  // namespace flashattn

@@ -1,7 +1,7 @@
 """The kernels that exist.  One row = one compiled kernel = one translation unit.
 
-Read by the builds (flashattn/_build.py, CMakeLists.txt), the README's support matrix and the tests.  Standard library
-only.  Rows are ordered: the dispatcher takes the first row that fits the problem.
+Read by the builds (flashattn/_build.py, CMakeLists.txt), the README's support matrix and the tests.  Standard
+library only.  Rows are ordered: the dispatcher takes the first row that fits the problem.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ FAMILY_SOURCES = ("cpu",)  # folders of csrc/ that hold the kernels of a build
 
 @dataclass(frozen=True)
 class Cpu:
-    """A CPU kernel: one source compiled for a vector width; float32 and float64 sums, every dtype and option."""
+    """A CPU kernel: one source compiled for a vector width; float32 and float64 sums, every dtype and
+    option."""
 
     op: str
     family: str
@@ -37,14 +38,17 @@ class Cpu:
 
     def unit(self) -> str:
         params = f"{self.op.capitalize()}Params"
-        raise_target = (
-            f'#ifdef __clang__\n#pragma clang attribute push(__attribute__((target("{self.target}"))), '
-            f'apply_to = function)\n#else\n#pragma GCC target("{self.target}")\n#endif\n'
-        )
+        raise_target, lower_target = "", ""
+        if self.target:
+            raise_target = (
+                f'#ifdef __clang__\n#pragma clang attribute push(__attribute__((target("{self.target}"))), '
+                f'apply_to = function)\n#else\n#pragma GCC target("{self.target}")\n#endif\n'
+            )
+            lower_target = "\n#ifdef __clang__\n#pragma clang attribute pop\n#endif\n"
         return f"""// Generated from csrc/instances.py.
 #include "cpu/baseline.h"
 #include "dispatch.h"
-{raise_target if self.target else ""}
+{raise_target}
 namespace flashattn::cpu {{
 namespace {{
 constexpr int kVectorBytes = {self.vector_bytes}, kVectorRegisters = {self.vector_registers};
@@ -61,7 +65,7 @@ void launch_{self.name}(const {params}& p) {{
   p.dtype == DType::f64 ? cpu::{self.op}<double>(p) : cpu::{self.op}<float>(p);
 }}
 }}  // namespace flashattn
-{"#ifdef __clang__" + chr(10) + "#pragma clang attribute pop" + chr(10) + "#endif" + chr(10) if self.target else ""}"""
+{lower_target}"""
 
     def row(self) -> str:
         return (f'{{"{self.name}", "{self.family}", Device::cpu, {self.level}, workspace_{self.name}, '
@@ -71,7 +75,7 @@ void launch_{self.name}(const {params}& p) {{
 _X86 = ("x86_64", "AMD64")
 _CPU_FAMILIES = (
     # family, level, target, vector bytes, registers, machines
-    ("cpu_avx512", "kCpuAvx512", "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,prefer-vector-width=512", 64, 32, _X86),
+    ("cpu_avx512", "kCpuAvx512", "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma", 64, 32, _X86),
     ("cpu_avx2", "kCpuAvx2", "avx2,fma", 32, 16, _X86),
     ("cpu_baseline", "kCpuBaseline", "", 16, 16, ()),
 )
@@ -89,10 +93,12 @@ def registry(chosen: list[Cpu]) -> str:
     for op in OPS:
         mine, params = [row for row in chosen if row.op == op], f"{op.capitalize()}Params"
         for row in mine:
-            text += f"Workspace workspace_{row.name}(const {params}&);\nvoid launch_{row.name}(const {params}&);\n"
+            text += f"Workspace workspace_{row.name}(const {params}&);\n"
+            text += f"void launch_{row.name}(const {params}&);\n"
         table = ",\n      ".join(row.row() for row in mine)
         text += (f"template <>\nconst std::vector<Instance<{params}>>& instances<{params}>() {{\n"
-                 f"  static const std::vector<Instance<{params}>> table{{\n      {table}}};\n  return table;\n}}\n\n")
+                 f"  static const std::vector<Instance<{params}>> table{{\n      {table}}};\n"
+                 "  return table;\n}\n\n")
     return text + "}  // namespace flashattn\n"
 
 
@@ -101,9 +107,10 @@ def generate(out_dir: str, sources: list[str], machine: str, only: list[str] | N
 
     ``only`` keeps the rows of these names.
     """
-    chosen = [row for row in rows(sources, machine) if only is None or row.name in only]
-    if unknown := set(only or ()) - {row.name for row in chosen}:
-        raise ValueError(f"rows {sorted(unknown)}: expected names from {[row.name for row in rows(sources, machine)]}")
+    every = {row.name: row for row in rows(sources, machine)}
+    if unknown := set(only or ()) - every.keys():
+        raise ValueError(f"rows {sorted(unknown)}: expected names from {list(every)}")
+    chosen = [row for name, row in every.items() if only is None or name in only]
     files = {f"{row.name}.cpp": row.unit() for row in chosen} | {"registry.cpp": registry(chosen)}
     folder = pathlib.Path(out_dir)
     folder.mkdir(parents=True, exist_ok=True)
@@ -114,7 +121,7 @@ def generate(out_dir: str, sources: list[str], machine: str, only: list[str] | N
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="write the kernel units and print their paths, separated by ;")
+    parser = argparse.ArgumentParser(description="write the kernel units, print their paths separated by ;")
     parser.add_argument("--out", required=True)
     parser.add_argument("--sources", default="cpu")
     arguments = parser.parse_args()

@@ -1,6 +1,6 @@
-// The torch surface: schemas, allocation, and one call into a kernel.  Arguments come as a stack of values in the order
-// of the schema, because that is how the dispatcher holds them and because structs read better than functions of thirty
-// arguments.
+// The torch surface: schemas, allocation, and one call into a kernel.  Arguments come as a stack of values in
+// the order of the schema, because that is how the dispatcher holds them and because structs read better than
+// functions of thirty arguments.
 #include <ATen/Parallel.h>
 #include <ATen/ops/amax.h>
 #include <ATen/ops/empty.h>
@@ -18,43 +18,54 @@ namespace {
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
-// ---- schemas -------------------------------------------------------------------------------------------------------
+// ---- schemas
+// -------------------------------------------------------------------------------------------------------
 
 const std::string kOptions =
-    "float? scale, float softcap, bool causal, SymInt window_left, SymInt window_right, Tensor? alibi_slopes, "
+    "float? scale, float softcap, bool causal, SymInt window_left, SymInt window_right, Tensor? "
+    "alibi_slopes, "
     "Tensor? bias, Tensor? mask, Tensor? sink, float dropout_p, Tensor? seed, Tensor? cu_seqlens_q, "
     "Tensor? cu_seqlens_k, SymInt? max_seqlen_q, SymInt? max_seqlen_k, Tensor? seqused_q, Tensor? seqused_k, "
     "bool deterministic, bool batch_invariant";
 
 const std::string kDecodeOptions =
-    "Tensor? cache_seqlens, Tensor? page_table, Tensor? cache_batch_idx, Tensor? leftpad, Tensor? rotary_cos, "
-    "Tensor? rotary_sin, bool rotary_interleaved, SymInt? v_head_dim, SymInt num_splits, bool batch_invariant, "
-    "bool causal, SymInt window_left, SymInt window_right, float softcap, Tensor? alibi_slopes, Tensor? sink, "
+    "Tensor? cache_seqlens, Tensor? page_table, Tensor? cache_batch_idx, Tensor? leftpad, Tensor? "
+    "rotary_cos, "
+    "Tensor? rotary_sin, bool rotary_interleaved, SymInt? v_head_dim, SymInt num_splits, bool "
+    "batch_invariant, "
+    "bool causal, SymInt window_left, SymInt window_right, float softcap, Tensor? alibi_slopes, Tensor? "
+    "sink, "
     "float? scale, Tensor? cu_seqlens_q, SymInt? max_seqlen_q";
 
 const std::string kForward = "forward(Tensor q, Tensor k, Tensor v, " + kOptions +
                              ", bool return_max_logit) -> (Tensor out, Tensor lse, Tensor max_logit)";
 const std::string kForwardOut = "forward_out(Tensor q, Tensor k, Tensor v, Tensor(a!) out, " + kOptions +
                                 ", bool return_max_logit) -> (Tensor lse, Tensor max_logit)";
-const std::string kBackward = "backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
-                              "Tensor? dlse, " + kOptions +
-                              ", bool bias_grad) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsink)";
+const std::string kBackward =
+    "backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
+    "Tensor? dlse, " +
+    kOptions + ", bool bias_grad) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsink)";
 const std::string kDoubleBackward =
-    "double_backward(Tensor? ddq, Tensor? ddk, Tensor? ddv, Tensor? ddbias, Tensor? ddsink, Tensor dout, Tensor q, "
-    "Tensor k, Tensor v, Tensor? dlse, " + kOptions +
+    "double_backward(Tensor? ddq, Tensor? ddk, Tensor? ddv, Tensor? ddbias, Tensor? ddsink, Tensor dout, "
+    "Tensor q, "
+    "Tensor k, Tensor v, Tensor? dlse, " +
+    kOptions +
     ") -> (Tensor ddout, Tensor dq, Tensor dk, Tensor dv, Tensor ddlse, Tensor dbias, Tensor dsink)";
 const std::string kDecode =
     "decode(Tensor q, Tensor k_cache, Tensor? v_cache, " + kDecodeOptions + ") -> (Tensor out, Tensor lse)";
 const std::string kDecodeInPlace =
-    "decode_(Tensor q, Tensor(a!) k_cache, Tensor(b!)? v_cache, Tensor? k_new, Tensor? v_new, Tensor(c!) out, " +
+    "decode_(Tensor q, Tensor(a!) k_cache, Tensor(b!)? v_cache, Tensor? k_new, Tensor? v_new, Tensor(c!) "
+    "out, " +
     kDecodeOptions + ") -> Tensor lse";
 
-// ---- launch --------------------------------------------------------------------------------------------------------
+// ---- launch
+// --------------------------------------------------------------------------------------------------------
 
 template <class Params>
 void launch(Params& p, const Tensor& q) {
   const auto& instance = select<Params>({Device::cpu, cpu_level(), p.dtype});
-  const double work = static_cast<double>(p.seqlen_q.total) * p.heads_q * p.seqlen_k.rows * (p.head_dim + p.head_dim_v);
+  const double work =
+      static_cast<double>(p.seqlen_q.total) * p.heads_q * p.seqlen_k.rows * (p.head_dim + p.head_dim_v);
   constexpr double kWorthThreads = 1 << 18;  // multiply-adds that cost more than waking the threads
   Workspace need = instance.workspace(p);
   need.threads = work < kWorthThreads ? 1 : at::get_num_threads();
@@ -67,7 +78,8 @@ void launch(Params& p, const Tensor& q) {
   instance.launch(p);
 }
 
-// ---- operators -----------------------------------------------------------------------------------------------------
+// ---- operators
+// -----------------------------------------------------------------------------------------------------
 
 Tensor new_tensor(const Tensor& q, at::IntArrayRef shape, at::ScalarType type, bool zero) {
   const auto options = q.options().dtype(type);
@@ -75,12 +87,15 @@ Tensor new_tensor(const Tensor& q, at::IntArrayRef shape, at::ScalarType type, b
 }
 
 // Fills out and returns lse and max_logit.
-std::pair<Tensor, Tensor> run_forward(ForwardParams& p, const Tensor& q, const Tensor& out, bool return_max_logit) {
+std::pair<Tensor, Tensor> run_forward(ForwardParams& p, const Tensor& q, const Tensor& out,
+                                      bool return_max_logit) {
   const auto type = sum_type(q);
   const bool packed = p.seqlen_q.cu != nullptr;
   const auto options = q.options().dtype(type);
-  Tensor lse = packed ? at::full(statistic_shape(q), -kInfinity, options) : at::empty(statistic_shape(q), options);
-  Tensor row_peaks = at::full(return_max_logit ? statistic_shape(q) : std::vector<int64_t>{0}, -kInfinity, options);
+  Tensor lse =
+      packed ? at::full(statistic_shape(q), -kInfinity, options) : at::empty(statistic_shape(q), options);
+  Tensor row_peaks =
+      at::full(return_max_logit ? statistic_shape(q) : std::vector<int64_t>{0}, -kInfinity, options);
   p.out = view(out), p.lse = statistic(lse);
   if (return_max_logit) p.max_logit = statistic(row_peaks);
   launch(p, q);
@@ -122,7 +137,8 @@ void forward_out(const c10::OperatorHandle& op, Stack* stack) {
 void backward(const c10::OperatorHandle& op, Stack* stack) {
   Reader read(op, stack);
   Tensor dout = read.tensor();
-  const Tensor q = read.tensor(), k = read.tensor(), v = read.tensor(), out = read.tensor(), lse = read.tensor();
+  const Tensor q = read.tensor(), k = read.tensor(), v = read.tensor(), out = read.tensor(),
+               lse = read.tensor();
   const MaybeTensor dlse = read.maybe_tensor();
   const Options o = read_options(read);
   BackwardParams p{};
@@ -142,13 +158,15 @@ void backward(const c10::OperatorHandle& op, Stack* stack) {
   }
   const bool some_q = o.cu_seqlens_q || o.seqused_q, some_k = o.cu_seqlens_k || o.seqused_k;
   Tensor dq = new_tensor(q, q.sizes(), q.scalar_type(), some_q);
-  Tensor dk = new_tensor(q, k.sizes(), q.scalar_type(), some_k), dv = new_tensor(q, v.sizes(), q.scalar_type(), some_k);
+  Tensor dk = new_tensor(q, k.sizes(), q.scalar_type(), some_k),
+         dv = new_tensor(q, v.sizes(), q.scalar_type(), some_k);
   Tensor delta = new_tensor(q, statistic_shape(q), sum_type(q), false);
   Tensor dbias = new_tensor(q, bias_grad ? o.bias->sizes() : at::IntArrayRef{0}, sum_type(q), true);
   Tensor dsink = new_tensor(q, {o.sink ? p.heads_q : 0}, at::kDouble, true);
   p.dq = view(dq), p.dk = view(dk), p.dv = view(dv), p.delta = statistic(delta);
   if (bias_grad)
-    p.dbias = {dbias.data_ptr(), broadcast_stride(dbias, 0), broadcast_stride(dbias, 1), broadcast_stride(dbias, 2)};
+    p.dbias = {dbias.data_ptr(), broadcast_stride(dbias, 0), broadcast_stride(dbias, 1),
+               broadcast_stride(dbias, 2)};
   if (o.sink) p.dsink = dsink.data_ptr<double>();
   launch(p, q);
   dbias = dbias.to(bias_grad ? o.bias->scalar_type() : sum_type(q));
@@ -157,13 +175,15 @@ void backward(const c10::OperatorHandle& op, Stack* stack) {
 }
 
 // Fills out and returns the LSE.
-Tensor run_decode(const Tensor& q, const Tensor& k_cache, const MaybeTensor& v_cache, const MaybeTensor& k_new,
-                  const MaybeTensor& v_new, MaybeTensor& out, const DecodeOptions& o) {
+Tensor run_decode(const Tensor& q, const Tensor& k_cache, const MaybeTensor& v_cache,
+                  const MaybeTensor& k_new, const MaybeTensor& v_new, MaybeTensor& out,
+                  const DecodeOptions& o) {
   DecodeParams p{};
   const bool packed = o.score.cu_seqlens_q.has_value();
   check_query(q, packed);
   if (packed) check_integers("cu_seqlens_q", *o.score.cu_seqlens_q, q, -1);
-  TORCH_CHECK_VALUE(!packed || o.score.cu_seqlens_q->size(0) >= 1, "cu_seqlens_q is empty: expected B + 1 numbers");
+  TORCH_CHECK_VALUE(!packed || o.score.cu_seqlens_q->size(0) >= 1,
+                    "cu_seqlens_q is empty: expected B + 1 numbers");
   p.batch = packed ? o.score.cu_seqlens_q->size(0) - 1 : q.size(0);
   p.heads_q = q.size(-2), p.head_dim = q.size(-1);
   p.dtype = to_dtype(q.scalar_type());
@@ -184,7 +204,8 @@ Tensor run_decode(const Tensor& q, const Tensor& k_cache, const MaybeTensor& v_c
     out = new_tensor(q, out_shape(q, p.head_dim_v), q.scalar_type(), packed);
   }
   const auto options = q.options().dtype(sum_type(q));
-  Tensor lse = packed ? at::full(statistic_shape(q), -kInfinity, options) : at::empty(statistic_shape(q), options);
+  Tensor lse =
+      packed ? at::full(statistic_shape(q), -kInfinity, options) : at::empty(statistic_shape(q), options);
   p.out = view(*out), p.lse = statistic(lse);
   const Tensor rotated = new_tensor(q, p.rotary.cos ? q.sizes() : at::IntArrayRef{0}, q.scalar_type(), false);
   if (p.rotary.cos) p.q_rotated = view(rotated);
@@ -195,8 +216,8 @@ Tensor run_decode(const Tensor& q, const Tensor& k_cache, const MaybeTensor& v_c
   }
   constexpr int64_t kTileRows = 128;  // about the query rows that share one pass over the keys
   const int64_t row_tiles = (p.seqlen_q.rows * (p.heads_q / p.heads_k) + kTileRows - 1) / kTileRows;
-  const Splits splits = decode_splits(p.batch * p.heads_k * row_tiles, longest, at::get_num_threads(), o.num_splits,
-                                      o.batch_invariant);
+  const Splits splits = decode_splits(p.batch * p.heads_k * row_tiles, longest, at::get_num_threads(),
+                                      o.num_splits, o.batch_invariant);
   p.splits = splits.count, p.keys_per_split = splits.keys;
   launch(p, q);
   return lse;
@@ -230,13 +251,15 @@ torch::CppFunction boxed() {
 
 torch::Library define() {
   torch::Library library(torch::Library::DEF, FLASHATTN_NAMESPACE, std::nullopt, __FILE__, __LINE__);
-  for (const auto* schema : {&kForward, &kForwardOut, &kBackward, &kDoubleBackward, &kDecode, &kDecodeInPlace})
+  for (const auto* schema :
+       {&kForward, &kForwardOut, &kBackward, &kDoubleBackward, &kDecode, &kDecodeInPlace})
     library.def(schema->c_str(), {at::Tag::pt2_compliant_tag});
   return library;
 }
 
 torch::Library implement() {
-  torch::Library library(torch::Library::IMPL, FLASHATTN_NAMESPACE, c10::DispatchKey::CPU, __FILE__, __LINE__);
+  torch::Library library(torch::Library::IMPL, FLASHATTN_NAMESPACE, c10::DispatchKey::CPU, __FILE__,
+                         __LINE__);
   library.impl("forward", boxed<&forward>());
   library.impl("forward_out", boxed<&forward_out>());
   library.impl("backward", boxed<&backward>());

@@ -19,7 +19,8 @@ using at::Tensor;
 using MaybeTensor = std::optional<Tensor>;
 using Stack = torch::jit::Stack;
 
-// ---- arguments -----------------------------------------------------------------------------------------------------
+// ---- arguments
+// -----------------------------------------------------------------------------------------------------
 
 class Reader {
  public:
@@ -83,29 +84,36 @@ DecodeOptions read_decode_options(Reader& read) {
   o.rotary_cos = read.maybe_tensor(), o.rotary_sin = read.maybe_tensor(), o.rotary_interleaved = read.flag();
   o.v_head_dim = read.maybe_integer(), o.num_splits = read.integer(), o.batch_invariant = read.flag();
   o.score.causal = read.flag(), o.score.window_left = read.integer(), o.score.window_right = read.integer();
-  o.score.softcap = read.number(), o.score.alibi_slopes = read.maybe_tensor(), o.score.sink = read.maybe_tensor();
+  o.score.softcap = read.number(), o.score.alibi_slopes = read.maybe_tensor(),
+  o.score.sink = read.maybe_tensor();
   o.score.scale = read.maybe_number(), o.score.cu_seqlens_q = read.maybe_tensor();
   o.score.max_seqlen_q = read.maybe_integer();
   return o;
 }
 
-// ---- checks --------------------------------------------------------------------------------------------------------
+// ---- checks
+// --------------------------------------------------------------------------------------------------------
 
 DType to_dtype(at::ScalarType type) {
   switch (type) {
-    case at::kFloat: return DType::f32;
-    case at::kDouble: return DType::f64;
-    case at::kHalf: return DType::f16;
-    default: return DType::bf16;
+    case at::kFloat:
+      return DType::f32;
+    case at::kDouble:
+      return DType::f64;
+    case at::kHalf:
+      return DType::f16;
+    default:
+      return DType::bf16;
   }
 }
 
 at::ScalarType sum_type(const Tensor& q) { return q.scalar_type() == at::kDouble ? at::kDouble : at::kFloat; }
 
 void check_like(const char* name, const Tensor& x, const Tensor& q) {
-  TORCH_CHECK_TYPE(x.scalar_type() == q.scalar_type(), name, " has dtype ", x.scalar_type(), ": expected that of q, ",
-                   q.scalar_type());
-  TORCH_CHECK_VALUE(x.device() == q.device(), name, " is on ", x.device(), ": expected the device of q, ", q.device());
+  TORCH_CHECK_TYPE(x.scalar_type() == q.scalar_type(), name, " has dtype ", x.scalar_type(),
+                   ": expected that of q, ", q.scalar_type());
+  TORCH_CHECK_VALUE(x.device() == q.device(), name, " is on ", x.device(), ": expected the device of q, ",
+                    q.device());
   TORCH_CHECK_VALUE(x.dim() > 0 && (x.size(-1) <= 1 || x.stride(-1) == 1), name, " has strides ", x.strides(),
                     " for shape ", x.sizes(), ": expected a contiguous last dimension (stride 1)");
 }
@@ -134,25 +142,28 @@ void check_heads(const Tensor& q, const Tensor& k, const char* k_name) {
 
 void check_integers(const char* name, const Tensor& x, const Tensor& q, int64_t count) {
   TORCH_CHECK_TYPE(x.scalar_type() == at::kInt, name, " has dtype ", x.scalar_type(), ": expected int32");
-  TORCH_CHECK_VALUE(x.device() == q.device(), name, " is on ", x.device(), ": expected the device of q, ", q.device());
-  TORCH_CHECK_VALUE(x.dim() == 1 && (count < 0 || x.size(0) == count) && (x.numel() < 2 || x.stride(0) == 1), name,
-                    " has shape ", x.sizes(), " and strides ", x.strides(), ": expected a contiguous vector of ",
+  TORCH_CHECK_VALUE(x.device() == q.device(), name, " is on ", x.device(), ": expected the device of q, ",
+                    q.device());
+  TORCH_CHECK_VALUE(x.dim() == 1 && (count < 0 || x.size(0) == count) && (x.numel() < 2 || x.stride(0) == 1),
+                    name, " has shape ", x.sizes(), " and strides ", x.strides(),
+                    ": expected a contiguous vector of ",
                     count < 0 ? std::string("B + 1 numbers") : std::to_string(count) + " numbers");
 }
 
-void check_between(const char* name, const Tensor& x, int64_t index, int64_t low, int64_t high, const char* meaning) {
+void check_between(const char* name, const Tensor& x, int64_t index, int64_t low, int64_t high,
+                   const char* meaning) {
   const int64_t value = x.const_data_ptr<int32_t>()[index];
-  TORCH_CHECK_VALUE(value >= low && value <= high, name, "[", index, "] = ", value, ": expected ", low, " to ", high,
-                    ", ", meaning);
+  TORCH_CHECK_VALUE(value >= low && value <= high, name, "[", index, "] = ", value, ": expected ", low,
+                    " to ", high, ", ", meaning);
 }
 
 // Contents are checked on the CPU only; kernels clamp what they cannot check.
 bool can_read(const Tensor& x) { return x.device().is_cpu(); }
 
 // Lengths of one side of a packed or dense call.
-Lengths check_lengths(const char* cu_name, const MaybeTensor& cu, const char* used_name, const MaybeTensor& used,
-                      const char* max_name, std::optional<int64_t> max_seqlen, const Tensor& q, const Tensor& x,
-                      int64_t batch) {
+Lengths check_lengths(const char* cu_name, const MaybeTensor& cu, const char* used_name,
+                      const MaybeTensor& used, const char* max_name, std::optional<int64_t> max_seqlen,
+                      const Tensor& q, const Tensor& x, int64_t batch) {
   Lengths lengths{};
   lengths.total = cu ? x.size(0) : batch * x.size(1);
   lengths.rows = cu ? 0 : x.size(1);
@@ -165,7 +176,8 @@ Lengths check_lengths(const char* cu_name, const MaybeTensor& cu, const char* us
     if (can_read(q)) {
       check_between(cu_name, *cu, 0, 0, lengths.total, "rows of the packed tensor");
       for (int64_t b = 0; b < batch; ++b) {
-        check_between(cu_name, *cu, b + 1, lengths.cu[b], lengths.total, "not decreasing, within the packed tensor");
+        check_between(cu_name, *cu, b + 1, lengths.cu[b], lengths.total,
+                      "not decreasing, within the packed tensor");
         lengths.rows = std::max<int64_t>(lengths.rows, lengths.cu[b + 1] - lengths.cu[b]);
       }
       TORCH_CHECK_VALUE(!max_seqlen || *max_seqlen >= lengths.rows, max_name, " is ", *max_seqlen,
@@ -189,10 +201,12 @@ Lengths check_lengths(const char* cu_name, const MaybeTensor& cu, const char* us
 void check_parameter(const char* name, const Tensor& x, const Tensor& q) {
   TORCH_CHECK_TYPE(x.scalar_type() == q.scalar_type() || x.scalar_type() == at::kFloat, name, " has dtype ",
                    x.scalar_type(), ": expected float32 or that of q, ", q.scalar_type());
-  TORCH_CHECK_VALUE(x.device() == q.device(), name, " is on ", x.device(), ": expected the device of q, ", q.device());
+  TORCH_CHECK_VALUE(x.device() == q.device(), name, " is on ", x.device(), ": expected the device of q, ",
+                    q.device());
 }
 
-PerHead check_per_head(const char* name, const MaybeTensor& x, const Tensor& q, int64_t batch, bool with_batch) {
+PerHead check_per_head(const char* name, const MaybeTensor& x, const Tensor& q, int64_t batch,
+                       bool with_batch) {
   if (!x) return {};
   check_parameter(name, *x, q);
   const int64_t heads = q.size(-2);
@@ -207,11 +221,13 @@ PerHead check_per_head(const char* name, const MaybeTensor& x, const Tensor& q, 
 int64_t broadcast_stride(const Tensor& x, int64_t dim) { return x.size(dim) == 1 ? 0 : x.stride(dim); }
 
 ScoreTensor check_score_tensor(const char* name, const Tensor& x, const Tensor& q, const ForwardParams& p) {
-  TORCH_CHECK_VALUE(x.device() == q.device(), name, " is on ", x.device(), ": expected the device of q, ", q.device());
+  TORCH_CHECK_VALUE(x.device() == q.device(), name, " is on ", x.device(), ": expected the device of q, ",
+                    q.device());
   const int64_t expected[4] = {p.batch, p.heads_q, p.seqlen_q.rows, p.seqlen_k.rows};
   bool fits = x.dim() == 4 && x.size(3) == expected[3];
   for (int64_t dim = 0; fits && dim < 3; ++dim) fits = x.size(dim) == 1 || x.size(dim) == expected[dim];
-  TORCH_CHECK_VALUE(fits, name, " has shape ", x.sizes(), ": expected (B or 1, Hq or 1, Sq or 1, Sk) with B, Hq, Sq, ",
+  TORCH_CHECK_VALUE(fits, name, " has shape ", x.sizes(),
+                    ": expected (B or 1, Hq or 1, Sq or 1, Sk) with B, Hq, Sq, ",
                     "Sk = ", at::IntArrayRef(expected));
   TORCH_CHECK_VALUE(x.size(3) <= 1 || x.stride(3) == 1, name, " has strides ", x.strides(),
                     ": expected a contiguous last dimension (stride 1)");
@@ -224,8 +240,8 @@ void check_score(ForwardParams& p, const Options& o, const Tensor& q) {
   TORCH_CHECK_VALUE(std::isfinite(scale), "scale is ", scale, ": expected a finite number");
   TORCH_CHECK_VALUE(std::isfinite(o.softcap) && o.softcap >= 0, "softcap is ", o.softcap,
                     ": expected a finite number >= 0 (0 is off)");
-  TORCH_CHECK_VALUE(o.window_left >= -1 && o.window_right >= -1, "window is (", o.window_left, ", ", o.window_right,
-                    "): expected numbers of keys >= 0, or -1 for no limit");
+  TORCH_CHECK_VALUE(o.window_left >= -1 && o.window_right >= -1, "window is (", o.window_left, ", ",
+                    o.window_right, "): expected numbers of keys >= 0, or -1 for no limit");
   p.score.scale = scale, p.score.softcap = o.softcap;
   p.score.window_left = o.window_left, p.score.window_right = o.causal ? 0 : o.window_right;
   p.score.alibi = check_per_head("alibi_slopes", o.alibi_slopes, q, p.batch, true);
@@ -237,23 +253,27 @@ void check_score(ForwardParams& p, const Options& o, const Tensor& q) {
     p.score.bias = check_score_tensor("bias", *o.bias, q, p);
   }
   if (o.mask) {
-    TORCH_CHECK_TYPE(o.mask->scalar_type() == at::kBool, "mask has dtype ", o.mask->scalar_type(), ": expected bool");
+    TORCH_CHECK_TYPE(o.mask->scalar_type() == at::kBool, "mask has dtype ", o.mask->scalar_type(),
+                     ": expected bool");
     p.score.mask = check_score_tensor("mask", *o.mask, q, p);
   }
 }
 
 void check_dropout(ForwardParams& p, const Options& o, const Tensor& q) {
-  TORCH_CHECK_VALUE(o.dropout_p >= 0 && o.dropout_p < 1, "dropout_p is ", o.dropout_p, ": expected 0 <= dropout_p < 1");
+  TORCH_CHECK_VALUE(o.dropout_p >= 0 && o.dropout_p < 1, "dropout_p is ", o.dropout_p,
+                    ": expected 0 <= dropout_p < 1");
   if (o.dropout_p == 0) return;
   TORCH_CHECK_VALUE(o.seed && o.seed->numel() == 1 && o.seed->device() == q.device(), "seed is ",
                     o.seed ? c10::str("of shape ", o.seed->sizes(), " on ", o.seed->device()) : "missing",
                     ": dropout needs one number on the device of q, ", q.device());
-  TORCH_CHECK_TYPE(o.seed->scalar_type() == at::kLong, "seed has dtype ", o.seed->scalar_type(), ": expected int64");
+  TORCH_CHECK_TYPE(o.seed->scalar_type() == at::kLong, "seed has dtype ", o.seed->scalar_type(),
+                   ": expected int64");
   p.dropout.keep_below = static_cast<uint32_t>(std::max(1.0, std::round((1 - o.dropout_p) * 65536)));
   p.dropout.seed = o.seed->const_data_ptr<int64_t>();
 }
 
-// ---- parameters ----------------------------------------------------------------------------------------------------
+// ---- parameters
+// ----------------------------------------------------------------------------------------------------
 
 Tensor4 view(const Tensor& x) {
   const bool packed = x.dim() == 3;
@@ -290,8 +310,10 @@ void check_out(const Tensor& out, const Tensor& q, int64_t head_dim_v) {
 }
 
 void check_statistic(const char* name, const Tensor& x, const Tensor& q) {
-  TORCH_CHECK_TYPE(x.scalar_type() == sum_type(q), name, " has dtype ", x.scalar_type(), ": expected ", sum_type(q));
-  TORCH_CHECK_VALUE(x.device() == q.device(), name, " is on ", x.device(), ": expected the device of q, ", q.device());
+  TORCH_CHECK_TYPE(x.scalar_type() == sum_type(q), name, " has dtype ", x.scalar_type(), ": expected ",
+                   sum_type(q));
+  TORCH_CHECK_VALUE(x.device() == q.device(), name, " is on ", x.device(), ": expected the device of q, ",
+                    q.device());
   check_shape(name, x, statistic_shape(q), q.dim() == 3 ? "(Hq, total_q)" : "(B, Hq, Sq)");
 }
 
@@ -306,8 +328,8 @@ void fill(ForwardParams& p, const Tensor& q, const Tensor& k, const Tensor& v, c
   TORCH_CHECK_VALUE(k.dim() == q.dim(), "k has shape ", k.sizes(), ": expected ",
                     packed ? "(total_k, Hk, D)" : "(B, Sk, Hk, D)");
   check_heads(q, k, "k");
-  TORCH_CHECK_VALUE(v.dim() == k.dim() && v.sizes().slice(0, v.dim() - 1) == k.sizes().slice(0, k.dim() - 1) &&
-                        v.size(-1) >= 1,
+  TORCH_CHECK_VALUE(v.dim() == k.dim() &&
+                        v.sizes().slice(0, v.dim() - 1) == k.sizes().slice(0, k.dim() - 1) && v.size(-1) >= 1,
                     "v has shape ", v.sizes(), ": expected that of k, ", k.sizes(), ", with Dv columns");
   TORCH_CHECK_VALUE(packed || k.size(0) == q.size(0), "k has batch ", packed ? 0 : k.size(0),
                     ": expected that of q, ", q.size(0));
@@ -317,23 +339,25 @@ void fill(ForwardParams& p, const Tensor& q, const Tensor& k, const Tensor& v, c
   p.heads_q = q.size(-2), p.heads_k = k.size(-2), p.head_dim = q.size(-1), p.head_dim_v = v.size(-1);
   p.dtype = to_dtype(q.scalar_type());
   p.q = const_view(q), p.k = const_view(k), p.v = const_view(v);
-  p.seqlen_q = check_lengths("cu_seqlens_q", o.cu_seqlens_q, "seqused_q", o.seqused_q, "max_seqlen_q", o.max_seqlen_q,
-                             q, q, p.batch);
-  p.seqlen_k = check_lengths("cu_seqlens_k", o.cu_seqlens_k, "seqused_k", o.seqused_k, "max_seqlen_k", o.max_seqlen_k,
-                             q, k, p.batch);
+  p.seqlen_q = check_lengths("cu_seqlens_q", o.cu_seqlens_q, "seqused_q", o.seqused_q, "max_seqlen_q",
+                             o.max_seqlen_q, q, q, p.batch);
+  p.seqlen_k = check_lengths("cu_seqlens_k", o.cu_seqlens_k, "seqused_k", o.seqused_k, "max_seqlen_k",
+                             o.max_seqlen_k, q, k, p.batch);
   check_score(p, o, q);
   check_dropout(p, o, q);
 }
 
-// ---- decode --------------------------------------------------------------------------------------------------------
+// ---- decode
+// --------------------------------------------------------------------------------------------------------
 
 void check_cache(DecodeParams& p, const Tensor& q, const Tensor& k_cache, const MaybeTensor& v_cache,
                  const DecodeOptions& o) {
   check_like("k_cache", k_cache, q);
-  TORCH_CHECK_VALUE(k_cache.dim() == 4, "k_cache has shape ", k_cache.sizes(), ": expected (Bc, S, Hk, D), or (pages, ",
-                    "page_size, Hk, D) with page_table");
+  TORCH_CHECK_VALUE(k_cache.dim() == 4, "k_cache has shape ", k_cache.sizes(),
+                    ": expected (Bc, S, Hk, D), or (pages, ", "page_size, Hk, D) with page_table");
   check_heads(q, k_cache, "k_cache");
-  TORCH_CHECK_VALUE(v_cache || o.v_head_dim, "v_cache is None: expected a tensor, or v_head_dim to take V from the ",
+  TORCH_CHECK_VALUE(v_cache || o.v_head_dim,
+                    "v_cache is None: expected a tensor, or v_head_dim to take V from the ",
                     "first columns of k_cache");
   p.head_dim_v = v_cache ? v_cache->size(-1) : *o.v_head_dim;
   TORCH_CHECK_VALUE(p.head_dim_v >= 1 && (v_cache || p.head_dim_v <= k_cache.size(-1)) &&
@@ -350,14 +374,17 @@ void check_cache(DecodeParams& p, const Tensor& q, const Tensor& k_cache, const 
   p.seqlen_k.rows = k_cache.size(1);
   if (o.page_table) {
     const Tensor& table = *o.page_table;
-    TORCH_CHECK_TYPE(table.scalar_type() == at::kInt, "page_table has dtype ", table.scalar_type(), ": expected int32");
+    TORCH_CHECK_TYPE(table.scalar_type() == at::kInt, "page_table has dtype ", table.scalar_type(),
+                     ": expected int32");
     TORCH_CHECK_VALUE(table.device() == q.device(), "page_table is on ", table.device(),
                       ": expected the device of q, ", q.device());
-    TORCH_CHECK_VALUE(table.dim() == 2 && table.size(0) == p.batch && (table.size(1) <= 1 || table.stride(1) == 1),
-                      "page_table has shape ", table.sizes(), " and strides ", table.strides(),
-                      ": expected (B, max_pages) with B = ", p.batch, " and a contiguous last dimension");
+    TORCH_CHECK_VALUE(
+        table.dim() == 2 && table.size(0) == p.batch && (table.size(1) <= 1 || table.stride(1) == 1),
+        "page_table has shape ", table.sizes(), " and strides ", table.strides(),
+        ": expected (B, max_pages) with B = ", p.batch, " and a contiguous last dimension");
     TORCH_CHECK_VALUE(!o.cache_batch_idx, "cache_batch_idx is given with page_table: expected one of them");
-    TORCH_CHECK_VALUE(k_cache.size(1) >= 1, "k_cache has shape ", k_cache.sizes(), ": expected a page_size of at least 1");
+    TORCH_CHECK_VALUE(k_cache.size(1) >= 1, "k_cache has shape ", k_cache.sizes(),
+                      ": expected a page_size of at least 1");
     p.cache.page_table = table.const_data_ptr<int32_t>();
     p.cache.page_table_stride = table.stride(0);
     p.cache.page_size = k_cache.size(1);
@@ -368,8 +395,8 @@ void check_cache(DecodeParams& p, const Tensor& q, const Tensor& k_cache, const 
     for (int64_t b = 0; can_read(q) && b < p.batch; ++b)
       check_between("cache_batch_idx", *o.cache_batch_idx, b, 0, k_cache.size(0) - 1, "rows of the cache");
   } else {
-    TORCH_CHECK_VALUE(k_cache.size(0) == p.batch, "k_cache has batch ", k_cache.size(0), ": expected that of q, ",
-                      p.batch, ", or cache_batch_idx");
+    TORCH_CHECK_VALUE(k_cache.size(0) == p.batch, "k_cache has batch ", k_cache.size(0),
+                      ": expected that of q, ", p.batch, ", or cache_batch_idx");
   }
 }
 
@@ -395,7 +422,8 @@ void check_new(DecodeParams& p, const Tensor& q, const MaybeTensor& v_cache, con
   }
 }
 
-// The keys of each sequence after the append; owns the result.  Contents are checked before anything is written.
+// The keys of each sequence after the append; owns the result.  Contents are checked before anything is
+// written.
 Tensor check_cache_lengths(DecodeParams& p, const Tensor& q, int64_t pages, const DecodeOptions& o) {
   Tensor lengths;
   if (o.cache_seqlens) {
@@ -403,7 +431,9 @@ Tensor check_cache_lengths(DecodeParams& p, const Tensor& q, int64_t pages, cons
     lengths = *o.cache_seqlens;
     const int64_t added = !p.k_new.data || p.seqlen_q.cu ? 0 : p.new_rows;
     for (int64_t b = 0; can_read(q) && b < p.batch; ++b) {
-      const int64_t fresh = !p.k_new.data ? 0 : p.seqlen_q.cu ? p.seqlen_q.cu[b + 1] - p.seqlen_q.cu[b] : added;
+      const int64_t fresh = !p.k_new.data   ? 0
+                            : p.seqlen_q.cu ? p.seqlen_q.cu[b + 1] - p.seqlen_q.cu[b]
+                                            : added;
       check_between("cache_seqlens", lengths, b, 0, p.seqlen_k.rows - fresh,
                     "so that the sequence with its new keys fits in the cache");
     }
@@ -424,34 +454,37 @@ Tensor check_cache_lengths(DecodeParams& p, const Tensor& q, int64_t pages, cons
     if (o.leftpad) check_between("leftpad", *o.leftpad, b, 0, length, "keys of the sequence");
     for (int64_t page = 0; o.page_table && page * p.cache.page_size < length; ++page) {
       const int64_t id = p.cache.page_table[b * p.cache.page_table_stride + page];
-      TORCH_CHECK_VALUE(id >= 0 && id < pages, "page_table[", b, ", ", page, "] = ", id, ": expected 0 to ", pages - 1,
-                        ", pages of the cache");
+      TORCH_CHECK_VALUE(id >= 0 && id < pages, "page_table[", b, ", ", page, "] = ", id, ": expected 0 to ",
+                        pages - 1, ", pages of the cache");
     }
   }
   return lengths;
 }
 
 void check_rotary(DecodeParams& p, const Tensor& q, const DecodeOptions& o) {
-  TORCH_CHECK_VALUE(o.rotary_cos.has_value() == o.rotary_sin.has_value(), o.rotary_cos ? "rotary_sin" : "rotary_cos",
+  TORCH_CHECK_VALUE(o.rotary_cos.has_value() == o.rotary_sin.has_value(),
+                    o.rotary_cos ? "rotary_sin" : "rotary_cos",
                     " is missing: expected both rotary_cos and rotary_sin, or neither");
   if (!o.rotary_cos) return;
   const Tensor &cos = *o.rotary_cos, &sin = *o.rotary_sin;
   check_parameter("rotary_cos", cos, q);
   check_parameter("rotary_sin", sin, q);
   TORCH_CHECK_VALUE(cos.dim() == 2 && cos.size(1) >= 1 && 2 * cos.size(1) <= p.head_dim && cos.stride(1) == 1,
-                    "rotary_cos has shape ", cos.sizes(), " and strides ", cos.strides(), ": expected (positions, R / 2)",
-                    " with R at most the head dim, ", p.head_dim, ", and a contiguous last dimension");
-  TORCH_CHECK_VALUE(sin.sizes() == cos.sizes() && sin.stride(1) == 1 && sin.scalar_type() == cos.scalar_type(),
-                    "rotary_sin has shape ", sin.sizes(), ", strides ", sin.strides(), " and dtype ",
-                    sin.scalar_type(), ": expected those of rotary_cos, ", cos.sizes(), " and ", cos.scalar_type());
+                    "rotary_cos has shape ", cos.sizes(), " and strides ", cos.strides(),
+                    ": expected (positions, R / 2)", " with R at most the head dim, ", p.head_dim,
+                    ", and a contiguous last dimension");
+  TORCH_CHECK_VALUE(
+      sin.sizes() == cos.sizes() && sin.stride(1) == 1 && sin.scalar_type() == cos.scalar_type(),
+      "rotary_sin has shape ", sin.sizes(), ", strides ", sin.strides(), " and dtype ", sin.scalar_type(),
+      ": expected those of rotary_cos, ", cos.sizes(), " and ", cos.scalar_type());
   const bool every_query = o.score.causal || o.score.window_left >= 0 || o.score.window_right >= 0;
-  p.rotary = {cos.const_data_ptr(), sin.const_data_ptr(), to_dtype(cos.scalar_type()), cos.stride(0), sin.stride(0),
-              2 * cos.size(1), o.rotary_interleaved, every_query};
+  p.rotary = {cos.const_data_ptr(), sin.const_data_ptr(), to_dtype(cos.scalar_type()), cos.stride(0),
+              sin.stride(0),        2 * cos.size(1),      o.rotary_interleaved,        every_query};
   for (int64_t b = 0; can_read(q) && b < p.batch; ++b) {
     const int64_t length = p.seqlen_k.used ? p.seqlen_k.used[b] : p.seqlen_k.rows;
     const int64_t positions = length + (!every_query && !p.k_new.data);
-    TORCH_CHECK_VALUE(cos.size(0) >= positions, "rotary_cos has ", cos.size(0), " positions: expected at least ",
-                      positions, ", for sequence ", b);
+    TORCH_CHECK_VALUE(cos.size(0) >= positions, "rotary_cos has ", cos.size(0),
+                      " positions: expected at least ", positions, ", for sequence ", b);
   }
 }
 

@@ -8,8 +8,8 @@ namespace flashattn {
 
 enum class DType : uint8_t { f32, f64, f16, bf16 };
 
-// A tensor (batch, row, head, column) whose columns are contiguous.  Packed tensors (row, head, column) have batch
-// stride 0 and their rows are counted over all sequences.
+// A tensor (batch, row, head, column) whose columns are contiguous.  Packed tensors (row, head, column) have
+// batch stride 0 and their rows are counted over all sequences.
 struct Tensor4 {
   void* data;
   int64_t batch, row, head;
@@ -28,7 +28,8 @@ struct PerHead {
   int64_t batch, head;
 };
 
-// An additive or boolean (batch, head, row, key) tensor; a broadcast dimension has stride 0, keys are contiguous.
+// An additive or boolean (batch, head, row, key) tensor; a broadcast dimension has stride 0, keys are
+// contiguous.
 struct ScoreTensor {
   const void* data;  // null: absent
   DType dtype;       // of a bias; a mask holds one byte an element
@@ -37,10 +38,10 @@ struct ScoreTensor {
 
 // Lengths of the sequences: from the shape (all null), packed (cumulative) and shortened (used).
 struct Lengths {
-  int64_t rows;          // dense: rows of every sequence; packed: at least the longest sequence
-  int64_t total;         // rows of all sequences in the tensor
-  const int32_t* cu;     // (B + 1), null: dense
-  const int32_t* used;   // (B), null: all rows count
+  int64_t rows;         // dense: rows of every sequence; packed: at least the longest sequence
+  int64_t total;        // rows of all sequences in the tensor
+  const int32_t* cu;    // (B + 1), null: dense
+  const int32_t* used;  // (B), null: all rows count
 };
 
 // Where the keys of a sequence lie when k and v are a cache.
@@ -87,11 +88,12 @@ struct ForwardParams {
 };
 
 struct BackwardParams : ForwardParams {
-  Tensor4 dout;             // (B, Sq, Hq, Dv)
-  Tensor4 dq, dk, dv;       // like q, k, v
-  Statistic dlse;           // null data: zero
-  Statistic delta;          // scratch: rowsum(dout * out) - dlse
-  // Sums in the type of the statistics, zero at the start, strides 0 where bias broadcasts; null data: not wanted.
+  Tensor4 dout;        // (B, Sq, Hq, Dv)
+  Tensor4 dq, dk, dv;  // like q, k, v
+  Statistic dlse;      // null data: zero
+  Statistic delta;     // scratch: rowsum(dout * out) - dlse
+  // Sums in the type of the statistics, zero at the start, strides 0 where bias broadcasts; null data: not
+  // wanted.
   struct {
     void* data;
     int64_t batch, head, row;
@@ -105,15 +107,15 @@ struct Rotary {
   const void *cos, *sin;  // null: none
   DType dtype;
   int64_t cos_row, sin_row, dim;
-  bool interleaved;   // pairs (2c, 2c + 1) instead of (c, c + dim / 2)
-  bool every_query;   // each query at its own position, otherwise all at the first new one
+  bool interleaved;  // pairs (2c, 2c + 1) instead of (c, c + dim / 2)
+  bool every_query;  // each query at its own position, otherwise all at the first new one
 };
 
 // k and v are the cache, written in place where there are new keys; seqlen_k counts them.
 struct DecodeParams : ForwardParams {
-  Tensor4 k_new, v_new;            // (B, Snew, Hk, D or Dv), packed like q; null data: nothing to append
-  int64_t new_rows;                // dense Snew; packed: those of q
-  Tensor4 q_rotated;               // scratch like q; null data: no rotary
+  Tensor4 k_new, v_new;  // (B, Snew, Hk, D or Dv), packed like q; null data: nothing to append
+  int64_t new_rows;      // dense Snew; packed: those of q
+  Tensor4 q_rotated;     // scratch like q; null data: no rotary
   Rotary rotary;
   int64_t splits, keys_per_split;  // split s holds keys [s, s + 1) * keys_per_split of its sequence
 };

@@ -1,4 +1,5 @@
-// The Python module: importing it registers the operators; the functions tell what was built and run host logic.
+// The Python module: importing it registers the operators; the functions tell what was built and run host
+// logic.
 #include <ATen/Parallel.h>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/version.h>
@@ -56,7 +57,8 @@ Problem problem(const std::string& device, const std::string& dtype) {
 template <class Params>
 std::vector<std::pair<std::string, std::string>> reasons(const Problem& problem) {
   std::vector<std::pair<std::string, std::string>> rows;
-  for (const auto& instance : instances<Params>()) rows.emplace_back(instance.name, why_not(instance, problem));
+  for (const auto& instance : instances<Params>())
+    rows.emplace_back(instance.name, why_not(instance, problem));
   return rows;
 }
 
@@ -86,14 +88,14 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         const KeyRange keys = visible_keys(query, len_q, len_k, left, right, leftpad);
         return std::pair{keys.first, keys.last};
       },
-      py::arg("query"), py::arg("len_q"), py::arg("len_k"), py::arg("left"), py::arg("right"), py::arg("leftpad") = 0,
-      "[first, last) keys that a query sees");
+      py::arg("query"), py::arg("len_q"), py::arg("len_k"), py::arg("left"), py::arg("right"),
+      py::arg("leftpad") = 0, "[first, last) keys that a query sees");
   m.def(
       "decode_splits",
       [](int64_t tiles, int64_t longest_k, int64_t processors, int64_t num_splits, bool batch_invariant) {
         const Splits splits = decode_splits(tiles, longest_k, processors, num_splits, batch_invariant);
         return std::pair{splits.count, splits.keys};
       },
-      py::arg("tiles"), py::arg("longest_k"), py::arg("processors"), py::arg("num_splits"), py::arg("batch_invariant"),
-      "(number of splits, keys of a split)");
+      py::arg("tiles"), py::arg("longest_k"), py::arg("processors"), py::arg("num_splits"),
+      py::arg("batch_invariant"), "(number of splits, keys of a split)");
 }

@@ -37,8 +37,8 @@ def check() -> None:
     try:
         torch = metadata.version("torch")
     except metadata.PackageNotFoundError:
-        raise BuildError("flashattn is compiled against the torch that will run it, and this build sees no "
-                         "torch (pip's build isolation hides an installed one). Run:\n"
+        raise BuildError("this build sees no torch, but it compiles against the torch that will run it "
+                         "(pip's build isolation hides an installed one). Run:\n"
                          f"  pip install setuptools wheel ninja torch && {INSTALL}") from None
     if tuple(int(part) for part in re.findall(r"\d+", torch)[:2]) < OLDEST_TORCH:
         oldest = ".".join(map(str, OLDEST_TORCH))

@@ -38,8 +38,8 @@ def explain(q: Tensor, k: Tensor, v: Tensor | None = None, *, op: str = "forward
     Args:
         q, k, v: tensors as for :func:`flashattn.forward` or :func:`flashattn.decode`; nothing is computed.
         op: "forward", "backward" or "decode".
-        options: options of that function.  Every kernel of today serves every option; what a kernel needs more than
-            its device and dtype is taken from here.
+        options: options of that function.  Every kernel of today serves every option; what a kernel needs
+            more than its device and dtype is taken from here.
 
     Raises:
         ValueError: op is none of these, or the tensors are on a device that this build does not serve.
@@ -56,7 +56,8 @@ def explain(q: Tensor, k: Tensor, v: Tensor | None = None, *, op: str = "forward
 
 @contextmanager
 def force_family(name: str) -> Iterator[None]:
-    """Let only the kernels of one family serve inside the ``with`` block, in the whole process: for tests and A/B runs.
+    """Let only the kernels of one family serve inside the ``with`` block, in the whole process: for tests and
+    A/B runs.
 
     Args:
         name: a family of :func:`families`, for example "cpu_baseline".

@@ -44,52 +44,56 @@ def forward(
     return_max_logit: bool = False,
     out: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, ...]:
-    """Exact attention, ``softmax(scale * q k^T) v``, without ever holding the (Sq, Sk) matrix.  Differentiable.
+    """Exact attention, ``softmax(scale * q k^T) v``, without ever holding the (Sq, Sk) matrix.
 
-    Algorithm: tiles with an online softmax (Milakov and Gimelshein 2018; Dao et al. 2022), see docs/algorithm.md.
+    Differentiable.  Algorithm: tiles with an online softmax (Milakov and Gimelshein 2018; Dao et al. 2022),
+    see docs/algorithm.md.
 
     Args:
-        q: (B, Sq, Hq, D) or packed (total_q, Hq, D); float32, bfloat16, float16 or float64.  Any strides with a
-            contiguous last dimension; the same holds for k and v.
-        k: (B, Sk, Hk, D) or (total_k, Hk, D), dtype of q.  Hq must be a multiple of Hk (GQA, MQA): query head h
-            reads KV head ``h // (Hq // Hk)``.
+        q: (B, Sq, Hq, D) or packed (total_q, Hq, D); float32, bfloat16, float16 or float64.  Any strides with
+            a contiguous last dimension; the same holds for k and v.
+        k: (B, Sk, Hk, D) or (total_k, Hk, D), dtype of q.  Hq must be a multiple of Hk (GQA, MQA): query head
+            h reads KV head ``h // (Hq // Hk)``.
         v: (B, Sk, Hk, Dv) or (total_k, Hk, Dv), dtype of q.  Dv may differ from D.
         causal: key j is visible to query i iff ``j <= i + Sk - Sq`` (bottom-right aligned).
-        window: ``(left, right)``, inclusive, in keys around ``i + Sk - Sq``; None or -1 is unlimited on that side.
+        window: ``(left, right)``, inclusive, in keys around ``i + Sk - Sq``; None or -1 is unlimited on that
+            side.
         scale: factor on the scores before the softmax.  Default ``1 / sqrt(D)``.
         softcap: scores become ``softcap * tanh(scale * s / softcap)`` before masks and bias; 0 is off.
         alibi_slopes: (Hq) or (B, Hq) float32; adds ``-slope * |i + Sk - Sq - j|``.  It has no gradient.
-        bias: (B or 1, Hq or 1, Sq or 1, Sk), dtype of q or float32, added to the scores; has a gradient.  In packed
-            calls Sq and Sk are max_seqlen_q and max_seqlen_k and rows and columns count within each sequence.
+        bias: (B or 1, Hq or 1, Sq or 1, Sk), dtype of q or float32, added to the scores; has a gradient.  In
+            packed calls Sq and Sk are max_seqlen_q and max_seqlen_k and rows and columns count within each
+            sequence.
         mask: (B or 1, Hq or 1, Sq or 1, Sk) bool, True is visible.
-        sink: (Hq), dtype of q or float32: one extra logit a head that joins the denominator and the LSE and has
-            no value row; has a gradient.
+        sink: (Hq), dtype of q or float32: one extra logit a head that joins the denominator and the LSE and
+            has no value row; has a gradient.
         dropout_p: probability in [0, 1) of dropping a weight after normalisation.
-        seed: int, or a one-element int64 tensor on q's device, for the dropout mask; None draws one from torch's
-            generator on that device.  Untouched when dropout_p is 0.
+        seed: int, or a one-element int64 tensor on q's device, for the dropout mask; None draws one from
+            torch's generator on that device.  Untouched when dropout_p is 0.
         cu_seqlens_q, cu_seqlens_k: (B + 1) int32 on q's device; sequence b of a packed tensor is rows
             ``cu[b]:cu[b + 1]``.  Both or neither.
-        max_seqlen_q, max_seqlen_k: longest sequence, an int.  Required for packed CUDA tensors (there is no hidden
-            synchronisation); optional on the CPU, where it is checked.
-        seqused_q, seqused_k: (B) int32: rows of each sequence that count; rows beyond are never read.  Output rows
-            beyond are zero.
+        max_seqlen_q, max_seqlen_k: longest sequence, an int.  Required for packed CUDA tensors (there is no
+            hidden synchronisation); optional on the CPU, where it is checked.
+        seqused_q, seqused_k: (B) int32: rows of each sequence that count; rows beyond are never read.  Output
+            rows beyond are zero.
         deterministic: bit-reproducible backward.  The forward always is.
         batch_invariant: the result of a sequence does not depend, to the bit, on the rest of the batch.
-        return_lse: also return the log-sum-exp of the scores (with the sink), natural logarithm, float32 (float64 for
-            float64 inputs), (B, Hq, Sq) or (Hq, total_q).  It is differentiable.
-        return_max_logit: also return the largest score of each head (after softcap, bias and masks, without the sink),
-            (Hq), dtype of the LSE.  It has no gradient.
+        return_lse: also return the log-sum-exp of the scores (with the sink), natural logarithm, float32
+            (float64 for float64 inputs), (B, Hq, Sq) or (Hq, total_q).  It is differentiable.
+        return_max_logit: also return the largest score of each head (after softcap, bias and masks, without
+            the sink), (Hq), dtype of the LSE.  It has no gradient.
         out: (like q, with Dv) tensor that receives the result; not differentiable.
 
     Returns:
-        out, shaped like q with Dv; a tuple ``(out, lse, max_logit)`` of what was asked for.  A row with no visible key
-        is 0 with LSE -inf (the sink, if there is one).
+        out, shaped like q with Dv; a tuple ``(out, lse, max_logit)`` of what was asked for.  A row with no
+        visible key is 0 with LSE -inf (the sink, if there is one).
 
     Raises:
         ValueError, TypeError: an argument has a wrong shape, dtype, device or value; the text names it.
         NotImplementedError: a combination that no kernel serves; ``flashattn.explain`` says why.
     """
     ops = _load.ops()
+    q, k, v, bias, sink = _autocast(q, (q, k, v), (bias, sink))
     left, right = _window(window)
     if dropout_p == 0.0:
         seed = None
@@ -101,7 +105,9 @@ def forward(
     if out is None:
         out, lse, max_logit = ops.forward(q, k, v, *options, return_max_logit)
     else:
-        _refuse_grad("out=", q, k, v, bias, sink)
+        if _requires_grad(q, k, v, bias, sink):
+            raise NotImplementedError("out= has no gradient, but an input requires one: call under "
+                                      "torch.no_grad() or without out")
         lse, max_logit = ops.forward_out(q, k, v, out, *options, return_max_logit)
     result = (out, *((lse,) if return_lse else ()), *((max_logit,) if return_max_logit else ()))
     return result if len(result) > 1 else out
@@ -137,18 +143,20 @@ def backward(
 ) -> tuple[Tensor, ...]:
     """Gradients of :func:`forward` from its saved outputs; the probabilities are recomputed tile by tile.
 
-    Autograd calls this by itself; it is public for hand-written training loops (Dao et al. 2022, algorithm 4).
+    Autograd calls this by itself; it is public for hand-written training loops (Dao et al. 2022,
+    algorithm 4).
 
     Args:
         dout: gradient of out, its shape and dtype; any strides.
         q, k, v, out, lse: inputs and outputs of the forward call; the options must be those of that call.
         dlse: gradient of the LSE, its shape and dtype; None is zero.
         seed: required when dropout_p is not 0: the one that the forward used.
-        deterministic: the same bits on every run, also when ``torch.use_deterministic_algorithms(True)`` is set.
+        deterministic: the same bits on every run, also when ``torch.use_deterministic_algorithms(True)`` is
+            set.
 
     Returns:
-        ``(dq, dk, dv)``, then dbias if bias was given, then dsink if sink was given; each has the shape and dtype of
-        its input (dbias is summed over the dimensions that bias broadcasts).
+        ``(dq, dk, dv)``, then dbias if bias was given, then dsink if sink was given; each has the shape and
+        dtype of its input (dbias is summed over the dimensions that bias broadcasts).
 
     Raises:
         ValueError, TypeError, NotImplementedError: as :func:`forward`.
@@ -203,25 +211,27 @@ def decode(
     Algorithm: split-KV ("flash decoding", Dao et al. 2023) with the LSE merge of docs/algorithm.md.
 
     Args:
-        q: (B, Sq, Hq, D), or packed (total_q, Hq, D) with cu_seqlens_q.  Any Sq: a long one is chunked prefill.
-        k_cache: (Bc, S, Hk, D), or paged (pages, page_size, Hk, D) with page_table; Bc is B unless cache_batch_idx
-            is given.
-        v_cache: the same with Dv; None with ``v_head_dim`` makes V the first v_head_dim columns of k_cache (MLA).
-        cache_seqlens: (B) int32 on q's device, or one int for all: keys in the cache *before* k_new is appended.
-            Default: the whole cache (required with k_new).
+        q: (B, Sq, Hq, D), or packed (total_q, Hq, D) with cu_seqlens_q.  Any Sq: a long one is chunked
+            prefill.
+        k_cache: (Bc, S, Hk, D), or paged (pages, page_size, Hk, D) with page_table; Bc is B unless
+            cache_batch_idx is given.
+        v_cache: the same with Dv; None with ``v_head_dim`` makes V the first v_head_dim columns of k_cache
+            (MLA).
+        cache_seqlens: (B) int32 on q's device, or one int for all: keys in the cache *before* k_new is
+            appended. Default: the whole cache (required with k_new).
         page_table: (B, max_pages) int32: page of key j is ``page_table[b, j // page_size]``.
         cache_batch_idx: (B) int32: row of the cache that batch b uses; not with page_table.
         leftpad: (B) int32: first valid key; earlier ones are never read.
-        k_new, v_new: (B, Snew, Hk, D or Dv), or packed with cu_seqlens_q like q: written to the cache in place at
-            ``cache_seqlens ..``, and visible to this call.  Nothing else of the cache is written.
-        rotary_cos, rotary_sin: (positions, R / 2), dtype of q or float32, R <= D: rotate the first R columns of k_new
-            (at its position in the cache) and of q (at ``i + Sk - Sq``; all at cache_seqlens when neither causal nor
-            window is given) before use (Su et al. 2021).
+        k_new, v_new: (B, Snew, Hk, D or Dv), or packed with cu_seqlens_q like q: written to the cache in
+            place at ``cache_seqlens ..``, and visible to this call.  Nothing else of the cache is written.
+        rotary_cos, rotary_sin: (positions, R / 2), dtype of q or float32, R <= D: rotate the first R columns
+            of k_new (at its position in the cache) and of q (at ``i + Sk - Sq``; all at cache_seqlens when
+            neither causal nor window is given) before use (Su et al. 2021).
         rotary_interleaved: pairs are columns (2c, 2c + 1); otherwise (c, c + R / 2).
         num_splits: parts that the keys are divided into; 0 chooses from the shapes and the device.
         batch_invariant: a fixed split length in keys, so that no result depends on the batch, to the bit.
-        causal, window, softcap, alibi_slopes, sink, scale: as in :func:`forward`, with Sk the keys of the sequence
-            after the append.
+        causal, window, softcap, alibi_slopes, sink, scale: as in :func:`forward`, with Sk the keys of the
+            sequence after the append.
         cu_seqlens_q: (B + 1) int32: q (and k_new, v_new) are packed.
         max_seqlen_q: as in :func:`forward`.
         return_lse: also return the LSE, (B, Hq, Sq) or (Hq, total_q).
@@ -230,19 +240,20 @@ def decode(
     Returns:
         out, (B, Sq, Hq, Dv) or (total_q, Hq, Dv); ``(out, lse)`` with return_lse.
 
-    Raises:
-        ValueError, TypeError, NotImplementedError: as :func:`forward`; on the CPU lengths beyond the cache and page ids
+    Raises: ValueError, TypeError, NotImplementedError: as :func:`forward`; on the CPU lengths beyond the
+    cache and page ids
             out of range too.  The cache is untouched then.  Calling ``backward()`` through the result raises
             NotImplementedError.
     """
     ops = _load.ops()
+    q, k_new, v_new, sink = _autocast(q, (q, k_new, v_new), (sink,))
     left, right = _window(window)
     if isinstance(cache_seqlens, int):
         batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
         cache_seqlens = torch.full((batch,), cache_seqlens, dtype=torch.int32, device=q.device)
-    options = (cache_seqlens, page_table, cache_batch_idx, leftpad, rotary_cos, rotary_sin, rotary_interleaved,
-               v_head_dim, num_splits, batch_invariant, causal, left, right, softcap, alibi_slopes, sink, scale,
-               cu_seqlens_q, max_seqlen_q)
+    options = (cache_seqlens, page_table, cache_batch_idx, leftpad, rotary_cos, rotary_sin,
+               rotary_interleaved, v_head_dim, num_splits, batch_invariant, causal, left, right, softcap,
+               alibi_slopes, sink, scale, cu_seqlens_q, max_seqlen_q)
     with torch.no_grad():
         if k_new is None and v_new is None and out is None:
             result, lse = ops.decode(q, k_cache, v_cache, *options)
@@ -250,9 +261,9 @@ def decode(
             result = out
             if result is None:
                 width = v_head_dim if v_cache is None else v_cache.shape[-1]
-                result = q.new_empty((*q.shape[:-1], q.shape[-1] if width is None else width))
+                result = q.new_zeros((*q.shape[:-1], q.shape[-1] if width is None else width))
             lse = ops.decode_(q, k_cache, v_cache, k_new, v_new, result, *options)
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (q, k_cache, v_cache, k_new, v_new)):
+    if _requires_grad(q, k_cache, v_cache, k_new, v_new):
         result, lse = _InferenceOnly.apply(q, result, lse)
     return (result, lse) if return_lse else result
 
@@ -260,15 +271,15 @@ def decode(
 def merge(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
     """Combine attention over disjoint sets of keys.  Differentiable in both arguments.
 
-    ``lse = log sum_n exp(lses[n])`` and ``out = sum_n exp(lses[n] - lse) * outs[n]`` (docs/algorithm.md).  A part with
-    LSE -inf changes nothing, whatever its out holds.
+    ``lse = log sum_n exp(lses[n])`` and ``out = sum_n exp(lses[n] - lse) * outs[n]`` (docs/algorithm.md).  A
+    part with LSE -inf changes nothing, whatever its out holds.
 
     Args:
         outs: (n, B, S, H, Dv), any floating dtype.
         lses: (n, B, H, S), float32 or float64, natural logarithm.
 
-    Returns:
-        out (B, S, H, Dv) in the dtype of outs, and lse (B, H, S) in the dtype of lses.  Empty everywhere: 0 and -inf.
+    Returns: out (B, S, H, Dv) in the dtype of outs, and lse (B, H, S) in the dtype of lses.  Empty
+    everywhere: 0 and -inf.
 
     Raises:
         ValueError, TypeError: shapes or dtypes do not fit.
@@ -277,8 +288,8 @@ def merge(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
         raise ValueError(f"outs of shape {tuple(outs.shape)} and lses of shape {tuple(lses.shape)}: expected "
                          "(n, B, S, H, Dv) and (n, B, H, S)")
     if not outs.is_floating_point() or lses.dtype not in (torch.float32, torch.float64):
-        raise TypeError(f"outs of dtype {outs.dtype} and lses of dtype {lses.dtype}: expected a floating dtype and "
-                        "float32 or float64")
+        raise TypeError(f"outs of dtype {outs.dtype} and lses of dtype {lses.dtype}: expected a floating "
+                        "dtype and float32 or float64")
     peak = lses.detach().amax(0)
     peak = torch.where(peak == -math.inf, torch.zeros_like(peak), peak)
     weights = torch.exp(lses - peak)                                     # (n, B, H, S)
@@ -299,7 +310,26 @@ class _InferenceOnly(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *_):
-        raise NotImplementedError("flashattn.decode is inference only and has no gradient: train with flashattn.forward")
+        raise NotImplementedError("flashattn.decode is inference only and has no gradient: train with "
+                                  "flashattn.forward")
+
+
+def _autocast(q: Tensor, cast: tuple[Tensor | None, ...], keep_float32: tuple[Tensor | None, ...]) -> tuple:
+    """Both tuples in one, in the autocast dtype of q's device where autocast is on.
+
+    Only floating tensors change, float64 ones do not (torch's own rule), and the second tuple may stay
+    float32.
+    """
+    device = q.device.type
+    if not torch.is_autocast_enabled(device):
+        return *cast, *keep_float32
+    dtype = torch.get_autocast_dtype(device)
+
+    def to(t: Tensor | None, *kept: torch.dtype) -> Tensor | None:
+        keep = t is None or not t.is_floating_point() or t.dtype in (torch.float64, *kept)
+        return t if keep else t.to(dtype)
+
+    return *(to(t) for t in cast), *(to(t, torch.float32) for t in keep_float32)
 
 
 def _window(window: Window) -> tuple[int, int]:
@@ -309,7 +339,8 @@ def _window(window: Window) -> tuple[int, int]:
         raise ValueError(f"window={window!r}: expected None or (left, right)")
     left, right = (-1 if side is None else side for side in window)
     if left < -1 or right < -1:
-        raise ValueError(f"window={tuple(window)}: each side is a number of keys >= 0, or None or -1 for no limit")
+        raise ValueError(f"window={tuple(window)}: each side is a number of keys >= 0, or None or -1 for no "
+                         "limit")
     return left, right
 
 
@@ -319,7 +350,5 @@ def _seed(seed: int | None, device: torch.device) -> Tensor:
     return torch.full((1,), seed, dtype=torch.int64, device=device)
 
 
-def _refuse_grad(what: str, *tensors: Tensor | None) -> None:
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
-        raise NotImplementedError(f"{what} has no gradient, but an input requires one: call under torch.no_grad() or "
-                                  f"without {what}")
+def _requires_grad(*tensors: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)

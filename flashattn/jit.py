@@ -101,7 +101,7 @@ def _digest(rows: Sequence[str] | None, flags: list[str]) -> str:
         sysconfig.get_config_var("SOABI"))).encode())
     root = _build.csrc()
     for path in sorted(root.rglob("*")):
-        if path.suffix in (".h", ".cpp", ".py"):
+        if path.is_file() and path.suffix != ".pyc":
             digest.update(f"\n{path.relative_to(root)}\n".encode() + path.read_bytes())
     return digest.hexdigest()[:16]
 

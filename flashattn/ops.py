@@ -12,9 +12,9 @@ from . import reference
 
 # Arguments that the schemas of forward and backward share, in order.
 OPTIONS = (
-    "scale", "softcap", "causal", "window_left", "window_right", "alibi_slopes", "bias", "mask", "sink", "dropout_p",
-    "seed", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "seqused_q", "seqused_k", "deterministic",
-    "batch_invariant",
+    "scale", "softcap", "causal", "window_left", "window_right", "alibi_slopes", "bias", "mask", "sink",
+    "dropout_p", "seed", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "seqused_q",
+    "seqused_k", "deterministic", "batch_invariant",
 )
 TENSOR_OPTIONS = (
     "alibi_slopes", "bias", "mask", "sink", "seed", "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k",
@@ -23,8 +23,9 @@ TENSOR_OPTIONS = (
 
 def register(namespace: str) -> None:
     """Attach what is written in Python to the operators of ``torch.ops.<namespace>``; once a namespace."""
-    for name, fake in (("forward", _fake_forward), ("forward_out", _fake_forward_out), ("backward", _fake_backward),
-                       ("decode", _fake_decode), ("decode_", _fake_decode_in_place)):
+    for name, fake in (("forward", _fake_forward), ("forward_out", _fake_forward_out),
+                       ("backward", _fake_backward), ("decode", _fake_decode),
+                       ("decode_", _fake_decode_in_place)):
         torch.library.register_fake(f"{namespace}::{name}", fake)
     torch.library.impl(f"{namespace}::double_backward", "CompositeImplicitAutograd", _double_backward)
 
@@ -32,8 +33,8 @@ def register(namespace: str) -> None:
 def _double_backward(ddq, ddk, ddv, ddbias, ddsink, dout, q, k, v, dlse, *options):
     """Gradient of the backward operator by autograd through plain torch, in S^2 memory: right and slow.
 
-    It is differentiated as a function of (dout, q, k, v, dlse, bias, sink), with out and lse as the functions of the rest
-    that they are; so all of the gradient arrives there and none at out and lse.
+    It is differentiated as a function of (dout, q, k, v, dlse, bias, sink), with out and lse as the functions
+    of the rest that they are; so all of the gradient arrives there and none at out and lse.
     """
     options = dict(zip(OPTIONS, options, strict=True))
     create_graph = torch.is_grad_enabled()
@@ -41,16 +42,18 @@ def _double_backward(ddq, ddk, ddv, ddbias, ddsink, dout, q, k, v, dlse, *option
         tensors = [_differentiable(t) for t in (dout, q, k, v, dlse, options["bias"], options["sink"])]
         dout, q, k, v, dlse, bias, sink = tensors
         window = options.pop("window_left"), options.pop("window_right")
-        semantic = {name: value for name, value in options.items() if name not in ("deterministic", "batch_invariant")}
-        out, lse, _ = reference.forward(q, k, v, **semantic | {"bias": bias, "sink": sink, "window": window})
+        del options["deterministic"], options["batch_invariant"]
+        out, lse, _ = reference.forward(q, k, v, **options | {"bias": bias, "sink": sink, "window": window})
         inputs = [t for t in (q, k, v, bias, sink) if t is not None]
         seeds = (dout.to(out.dtype), torch.zeros_like(lse) if dlse is None else dlse.to(lse.dtype))
-        first = iter(torch.autograd.grad((out, lse), inputs, seeds, create_graph=True, materialize_grads=True))
+        first = iter(torch.autograd.grad((out, lse), inputs, seeds, create_graph=True,
+                                         materialize_grads=True))
         first = [None if t is None else next(first) for t in (q, k, v, bias, sink)]
     pairs = [(grad, seed.to(grad.dtype)) for grad, seed in zip(first, (ddq, ddk, ddv, ddbias, ddsink))
              if grad is not None and seed is not None]
     second = iter(torch.autograd.grad([grad for grad, _ in pairs], [t for t in tensors if t is not None],
-                                      [seed for _, seed in pairs], create_graph=create_graph, materialize_grads=True))
+                                      [seed for _, seed in pairs], create_graph=create_graph,
+                                      materialize_grads=True))
     return tuple(q.new_empty(0) if t is None else next(second) for t in tensors)
 
 
@@ -58,7 +61,7 @@ def _differentiable(t: Tensor | None) -> Tensor | None:
     return t if t is None or t.requires_grad else t.detach().requires_grad_()
 
 
-# ---- fake kernels: shapes and dtypes of the results ------------------------------------------------------------------
+# ---- fake kernels: shapes and dtypes of the results ----------------------------------------------------
 
 def _one_device(q: Tensor, **tensors: Tensor | None) -> None:
     for name, tensor in tensors.items():
@@ -91,7 +94,8 @@ def _fake_forward_out(q, k, v, out, *rest):
 def _fake_backward(dout, q, k, v, out, lse, dlse, *rest):
     *options, bias_grad = rest
     named = dict(zip(OPTIONS, options, strict=True))
-    _one_device(q, dout=dout, k=k, v=v, out=out, lse=lse, dlse=dlse, **{name: named[name] for name in TENSOR_OPTIONS})
+    _one_device(q, dout=dout, k=k, v=v, out=out, lse=lse, dlse=dlse,
+                **{name: named[name] for name in TENSOR_OPTIONS})
     nothing = q.new_empty((0,), dtype=_sum_dtype(q))
     dbias = _contiguous_like(named["bias"]) if bias_grad and named["bias"] is not None else nothing
     dsink = _contiguous_like(named["sink"]) if named["sink"] is not None else nothing.clone()

@@ -1,5 +1,6 @@
-// Dropout by position: the mask depends on (seed, batch, query head, row, column) alone, so every tile shape and every
-// backend draws the same one.  Philox4x32-10: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011.
+// Dropout by position: the mask depends on (seed, batch, query head, row, column) alone, so every tile shape
+// and every backend draws the same one.  Philox4x32-10: Salmon et al., "Parallel random numbers: as easy as
+// 1, 2, 3", 2011.
 #pragma once
 
 #include "common/host_device.h"

@@ -6,13 +6,15 @@
 
 namespace flashattn {
 
-// Rows [first, first + length) of the tensor's row dimension belong to the sequence and count; `allotted` of them
-// exist (the rest lie past a used length and are never read).
+// Rows [first, first + length) of the tensor's row dimension belong to the sequence and count; `allotted` of
+// them exist (the rest lie past a used length and are never read).
 struct Sequence {
   int64_t first, length, allotted;
 };
 
-FLASHATTN_HD int64_t clamp(int64_t x, int64_t low, int64_t high) { return x < low ? low : x > high ? high : x; }
+FLASHATTN_HD int64_t clamp(int64_t x, int64_t low, int64_t high) {
+  return x < low ? low : x > high ? high : x;
+}
 
 FLASHATTN_HD Sequence sequence(const Lengths& lengths, int64_t batch) {
   const int64_t first = lengths.cu ? lengths.cu[batch] : 0;

@@ -1,8 +1,8 @@
 // dQ, dK, dV, dbias and dsink from the saved LSE; the probabilities are recomputed tile by tile.
 //   P = exp(S - lse), dP = dO V^T, dS = P * (dP - delta) with delta = rowsum(dO * O) - dlse,
-//   dV = P^T dO, dK = dS^T Q, dQ = dS K.
-// A task owns a chunk of keys: it writes their dK and dV, and its share of dQ to a buffer of its own.  The shares are
-// added in order, so the result does not depend on the number of threads.
+//   dV = P^T dO, dK = dS^T Q, dQ = dS K. A task owns a chunk of keys: it writes their dK and dV, and its
+// share of dQ to a buffer of its own.  The shares are added in order, so the result does not depend on the
+// number of threads.
 #pragma once
 
 #include "cpu/tile.h"
@@ -18,11 +18,11 @@ inline int64_t key_chunks(const BackwardParams& p) {
 }
 
 inline int64_t keys_per_chunk(const BackwardParams& p) {
-  return divide_up(divide_up(p.seqlen_k.rows, key_chunks(p)), kKeys) * kKeys;
+  return divide_up(std::max<int64_t>(1, p.seqlen_k.rows), key_chunks(p) * kKeys) * kKeys;
 }
 
-// Partial dQ lies in panels (column, lane).  A sequence's panels start at the panel of its first packed row, shifted by
-// one for each sequence before it, whose last panel may be partly filled.
+// Partial dQ lies in panels (column, lane).  A sequence's panels start at the panel of its first packed row,
+// shifted by one for each sequence before it, whose last panel may be partly filled.
 template <class T>
 struct QuerySums {
   T* data;
@@ -30,7 +30,8 @@ struct QuerySums {
 
   explicit QuerySums(const BackwardParams& p)
       : data(static_cast<T*>(p.workspace.shared)),
-        panels(p.seqlen_q.total * (p.heads_q / p.heads_k) / kPanel<T> + p.batch + 1), heads_k(p.heads_k),
+        panels(p.seqlen_q.total * (p.heads_q / p.heads_k) / kPanel<T> + p.batch + 1),
+        heads_k(p.heads_k),
         elements(p.head_dim * kPanel<T>) {}
 
   T* panel(const SequenceView& view, int64_t chunk, int64_t index) const {
@@ -46,13 +47,22 @@ struct BackwardScratch {
   T *k, *v, *dk, *dv, *q_rows, *dout_rows, *q, *dout, *scores, *slopes, *dscores, *factors, *row, *zeros;
 
   BackwardScratch(const BackwardParams& p, Arena& arena)
-      : width(divide_up(p.head_dim, kPanel<T>) * kPanel<T>), width_v(divide_up(p.head_dim_v, kPanel<T>) * kPanel<T>),
-        k(arena.take<T>(kKeys * p.head_dim)), v(arena.take<T>(kKeys * p.head_dim_v)),
-        dk(arena.take<T>(kKeys * width)), dv(arena.take<T>(kKeys * width_v)), q_rows(arena.take<T>(kPanel<T> * width)),
-        dout_rows(arena.take<T>(kPanel<T> * width_v)), q(arena.take<T>(p.head_dim * kPanel<T>)),
-        dout(arena.take<T>(p.head_dim_v * kPanel<T>)), scores(arena.take<T>(kKeys * kPanel<T>)),
-        slopes(arena.take<T>(kKeys * kPanel<T>)), dscores(arena.take<T>(kKeys * kPanel<T>)),
-        factors(arena.take<T>(kKeys * kPanel<T>)), row(arena.take<T>(kKeys)), zeros(arena.take<T>(p.head_dim)) {
+      : width(divide_up(p.head_dim, kPanel<T>) * kPanel<T>),
+        width_v(divide_up(p.head_dim_v, kPanel<T>) * kPanel<T>),
+        k(arena.take<T>(kKeys * p.head_dim)),
+        v(arena.take<T>(kKeys * p.head_dim_v)),
+        dk(arena.take<T>(kKeys * width)),
+        dv(arena.take<T>(kKeys * width_v)),
+        q_rows(arena.take<T>(kPanel<T> * width)),
+        dout_rows(arena.take<T>(kPanel<T> * width_v)),
+        q(arena.take<T>(p.head_dim * kPanel<T>)),
+        dout(arena.take<T>(p.head_dim_v * kPanel<T>)),
+        scores(arena.take<T>(kKeys * kPanel<T>)),
+        slopes(arena.take<T>(kKeys * kPanel<T>)),
+        dscores(arena.take<T>(kKeys * kPanel<T>)),
+        factors(arena.take<T>(kKeys * kPanel<T>)),
+        row(arena.take<T>(kKeys)),
+        zeros(arena.take<T>(p.head_dim)) {
     if (!arena.data) return;
     std::fill(q_rows, q_rows + kPanel<T> * width, T{0});
     std::fill(dout_rows, dout_rows + kPanel<T> * width_v, T{0});
@@ -73,14 +83,17 @@ inline void add_dbias(const SequenceView& view, const BackwardParams& p, const P
 
 // Scores become weights, products dO V^T become dS.
 template <class T>
-inline void differentiate(const SequenceView& view, const BackwardParams& p, const Panel<T>& panel, int64_t count,
-                          T* scores, T* dscores, const T* factors) {
+inline void differentiate(const SequenceView& view, const BackwardParams& p, const Panel<T>& panel,
+                          int64_t count, T* scores, T* dscores, const T* factors) {
   alignas(kVectorBytes) T lse[kPanel<T>], delta[kPanel<T>];
   for (int64_t lane = 0; lane < kPanel<T>; ++lane) {
     const bool reads = panel.reads(view, lane);
-    lse[lane] = reads ? statistic<T>(p.lse, view.batch, panel.head[lane], view.q.first + panel.query[lane]) : 0;
-    if (lse[lane] == static_cast<T>(-kInfinity)) lse[lane] = static_cast<T>(kInfinity);  // empty row: weights are 0
-    delta[lane] = reads ? statistic<T>(p.delta, view.batch, panel.head[lane], view.q.first + panel.query[lane]) : 0;
+    lse[lane] =
+        reads ? statistic<T>(p.lse, view.batch, panel.head[lane], view.q.first + panel.query[lane]) : 0;
+    if (lse[lane] == static_cast<T>(-kInfinity))
+      lse[lane] = static_cast<T>(kInfinity);  // empty row: weights are 0
+    delta[lane] =
+        reads ? statistic<T>(p.delta, view.batch, panel.head[lane], view.q.first + panel.query[lane]) : 0;
   }
   const bool dropout = p.dropout.seed != nullptr;
   for (int64_t i = 0; i < count * kPanel<T>; i += kWidth<T>) {
@@ -88,7 +101,8 @@ inline void differentiate(const SequenceView& view, const BackwardParams& p, con
     const Vector<T> weight = exp(load(scores + i) - load(lse + half));
     const Vector<T> factor = dropout ? load(factors + i) : splat<T>(1);
     const Vector<T> dscore = weight * (load(dscores + i) * factor - load(delta + half));
-    store<T>(dscores + i, select<T>(weight == splat<T>(0), splat<T>(0), dscore));  // invisible keys may hold NaN
+    store<T>(dscores + i,
+             select<T>(weight == splat<T>(0), splat<T>(0), dscore));  // invisible keys may hold NaN
     store<T>(scores + i, weight * factor);
   }
 }
@@ -116,7 +130,8 @@ inline void backward_keys(const BackwardParams& p, const SequenceView& view, Key
     const int64_t count = mine.last - mine.first, skip = mine.first - keys.first;
     if (count <= 0) continue;
     for (int64_t lane = 0; lane < kPanel<T>; ++lane) {
-      load_lane(view, panel, lane, p.q, p.head_dim, static_cast<T>(p.score.scale), s.q_rows + lane * s.width, s.q);
+      load_lane(view, panel, lane, p.q, p.head_dim, static_cast<T>(p.score.scale), s.q_rows + lane * s.width,
+                s.q);
       load_lane(view, panel, lane, p.dout, p.head_dim_v, T{1}, s.dout_rows + lane * s.width_v, s.dout);
     }
     rows_by_panel(k_rows + skip, count, s.q, kPanel<T>, p.head_dim, s.scores, kPanel<T>, false);
@@ -132,13 +147,14 @@ inline void backward_keys(const BackwardParams& p, const SequenceView& view, Key
       rows_by_panel(weight_rows, count, s.dout_rows + column, s.width_v, kPanel<T>,
                     s.dv + skip * s.width_v + column, s.width_v, true);
     for (int64_t column = 0; column < s.width; column += kPanel<T>)
-      rows_by_panel(dscore_rows, count, s.q_rows + column, s.width, kPanel<T>, s.dk + skip * s.width + column, s.width,
-                    true);
+      rows_by_panel(dscore_rows, count, s.q_rows + column, s.width, kPanel<T>, s.dk + skip * s.width + column,
+                    s.width, true);
     columns_by_panel(seen, 0, p.head_dim, count, s.dscores, ones, dq_sums.panel(view, chunk, i));
   }
   for (int64_t key = keys.first; key < keys.last; ++key) {
     const int64_t j = key - keys.first, row = view.k.first + key;
-    store_row<T>(p.dtype, s.dk + j * s.width, p.head_dim, mutable_element(p.dk, p.dtype, view.batch, row, view.head_k));
+    store_row<T>(p.dtype, s.dk + j * s.width, p.head_dim,
+                 mutable_element(p.dk, p.dtype, view.batch, row, view.head_k));
     store_row<T>(p.dtype, s.dv + j * s.width_v, p.head_dim_v,
                  mutable_element(p.dv, p.dtype, view.batch, row, view.head_k));
   }
@@ -158,7 +174,8 @@ inline double prepare(const BackwardParams& p, const SequenceView& view, int64_t
     const bool empty = lse == static_cast<T>(-kInfinity);  // also without a sink: the LSE is a constant
     if (empty) delta = 0;
     statistic<T>(p.delta, view.batch, head, query) = delta;
-    if (p.dsink && !empty) dsink -= std::exp(static_cast<double>(per_head<T>(p.score.sink, 0, head) - lse)) * delta;
+    if (p.dsink && !empty)
+      dsink -= std::exp(static_cast<double>(per_head<T>(p.score.sink, 0, head) - lse)) * delta;
   }
   return dsink;
 }
@@ -195,7 +212,8 @@ inline Workspace backward_workspace(const BackwardParams& p) {
 template <class T>
 inline void backward(const BackwardParams& p) {
   const QuerySums<T> dq_sums(p);
-  const int64_t chunks = key_chunks(p), chunk_keys = keys_per_chunk(p), widest = std::max(p.head_dim, p.head_dim_v);
+  const int64_t chunks = key_chunks(p), chunk_keys = keys_per_chunk(p),
+                widest = std::max(p.head_dim, p.head_dim_v);
   // Sequences and heads that add to the same dbias are one task.
   const bool one_batch = p.dbias.data && p.dbias.batch == 0, one_head = p.dbias.data && p.dbias.head == 0;
   const int64_t batches = one_batch ? 1 : p.batch, heads = one_head ? 1 : p.heads_k;
@@ -208,12 +226,14 @@ inline void backward(const BackwardParams& p) {
     for (int64_t head = 0; head < p.heads_q; ++head) {
       double dsink = 0;
       for (int64_t batch = 0; batch < p.batch; ++batch)
-        dsink += prepare<T>(p, SequenceView(p, batch, head / (p.heads_q / p.heads_k)), head, row, row + widest);
+        dsink +=
+            prepare<T>(p, SequenceView(p, batch, head / (p.heads_q / p.heads_k)), head, row, row + widest);
       if (p.dsink) p.dsink[head] = dsink;
     }
 #pragma omp for schedule(dynamic, 1)
     for (int64_t task = 0; task < batches * heads * chunks; ++task) {
-      const int64_t chunk = task % chunks, first_batch = task / chunks / heads, first_head = task / chunks % heads;
+      const int64_t chunk = task % chunks, first_batch = task / chunks / heads,
+                    first_head = task / chunks % heads;
       for (int64_t batch = first_batch; batch < (one_batch ? p.batch : first_batch + 1); ++batch)
         for (int64_t head = first_head; head < (one_head ? p.heads_k : first_head + 1); ++head) {
           const SequenceView view(p, batch, head);

@@ -39,7 +39,8 @@ inline void load_row(DType dtype, const void* from, int64_t count, T* __restrict
       for (int64_t i = 0; i < count; ++i) to[i] = factor * static_cast<T>(static_cast<const float*>(from)[i]);
       break;
     case DType::f64:
-      for (int64_t i = 0; i < count; ++i) to[i] = factor * static_cast<T>(static_cast<const double*>(from)[i]);
+      for (int64_t i = 0; i < count; ++i)
+        to[i] = factor * static_cast<T>(static_cast<const double*>(from)[i]);
       break;
     case DType::f16:
       for (int64_t i = 0; i < count; ++i) to[i] = factor * from_f16(static_cast<const uint16_t*>(from)[i]);
@@ -63,13 +64,15 @@ inline void store_row(DType dtype, const T* from, int64_t count, void* to) {
       for (int64_t i = 0; i < count; ++i) static_cast<uint16_t*>(to)[i] = to_f16(static_cast<float>(from[i]));
       break;
     case DType::bf16:
-      for (int64_t i = 0; i < count; ++i) static_cast<uint16_t*>(to)[i] = to_bf16(static_cast<float>(from[i]));
+      for (int64_t i = 0; i < count; ++i)
+        static_cast<uint16_t*>(to)[i] = to_bf16(static_cast<float>(from[i]));
       break;
   }
 }
 
 inline const char* element(const Tensor4& x, DType dtype, int64_t batch, int64_t row, int64_t head) {
-  return static_cast<const char*>(x.data) + element_size(dtype) * (batch * x.batch + row * x.row + head * x.head);
+  return static_cast<const char*>(x.data) +
+         element_size(dtype) * (batch * x.batch + row * x.row + head * x.head);
 }
 
 inline char* mutable_element(const Tensor4& x, DType dtype, int64_t batch, int64_t row, int64_t head) {
@@ -84,8 +87,9 @@ inline T& statistic(const Statistic& x, int64_t batch, int64_t head, int64_t row
 template <class T>
 inline T per_head(const PerHead& x, int64_t batch, int64_t head) {
   T value = 0;
-  load_row<T>(x.dtype, static_cast<const char*>(x.data) + element_size(x.dtype) * (batch * x.batch + head * x.head),
-              1, &value);
+  load_row<T>(x.dtype,
+              static_cast<const char*>(x.data) + element_size(x.dtype) * (batch * x.batch + head * x.head), 1,
+              &value);
   return value;
 }
 

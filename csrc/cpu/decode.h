@@ -16,8 +16,11 @@ struct Partials {
   T *out, *lse;
 
   Partials(const DecodeParams& p, Arena& arena)
-      : rows(p.seqlen_q.total), heads(p.heads_q), columns(p.head_dim_v),
-        out(arena.take<T>(p.splits * rows * heads * columns)), lse(arena.take<T>(p.splits * rows * heads)) {}
+      : rows(p.seqlen_q.total),
+        heads(p.heads_q),
+        columns(p.head_dim_v),
+        out(arena.take<T>(p.splits * rows * heads * columns)),
+        lse(arena.take<T>(p.splits * rows * heads)) {}
 
   Destination split(const DecodeParams& p, int64_t index) const {
     const int64_t batch_rows = p.seqlen_q.cu ? 0 : p.seqlen_q.rows;
@@ -33,8 +36,10 @@ struct Partials {
 template <class T>
 inline void rotate(const Rotary& rotary, int64_t position, T* x, T* cosines, T* sines) {
   const int64_t half = rotary.dim / 2, bytes = element_size(rotary.dtype);
-  load_row<T>(rotary.dtype, static_cast<const char*>(rotary.cos) + position * rotary.cos_row * bytes, half, cosines);
-  load_row<T>(rotary.dtype, static_cast<const char*>(rotary.sin) + position * rotary.sin_row * bytes, half, sines);
+  load_row<T>(rotary.dtype, static_cast<const char*>(rotary.cos) + position * rotary.cos_row * bytes, half,
+              cosines);
+  load_row<T>(rotary.dtype, static_cast<const char*>(rotary.sin) + position * rotary.sin_row * bytes, half,
+              sines);
   for (int64_t c = 0; c < half; ++c) {
     T& first = x[rotary.interleaved ? 2 * c : c];
     T& second = x[rotary.interleaved ? 2 * c + 1 : c + half];
@@ -46,8 +51,8 @@ inline void rotate(const Rotary& rotary, int64_t position, T* x, T* cosines, T* 
 
 // One row: rotate if asked, convert, store.
 template <class T>
-inline void move_row(const DecodeParams& p, const char* from, char* to, int64_t columns, bool turn, int64_t position,
-                     T* row) {
+inline void move_row(const DecodeParams& p, const char* from, char* to, int64_t columns, bool turn,
+                     int64_t position, T* row) {
   load_row<T>(p.dtype, from, columns, row);
   if (turn) rotate(p.rotary, position, row, row + columns, row + columns + p.rotary.dim / 2);
   store_row<T>(p.dtype, row, columns, to);
@@ -68,15 +73,17 @@ inline void append_and_rotate(const DecodeParams& p, const SequenceView& view, T
   if (!rotary) return;
   for (int64_t i = 0; i < view.q.length * view.group; ++i) {
     const int64_t query = i / view.group, head = view.head_k * view.group + i % view.group;
-    const int64_t position =
-        p.rotary.every_query ? std::max<int64_t>(0, query + view.k.length - view.q.length) : view.k.length - fresh;
+    const int64_t position = p.rotary.every_query
+                                 ? std::max<int64_t>(0, query + view.k.length - view.q.length)
+                                 : view.k.length - fresh;
     move_row<T>(p, element(p.q, p.dtype, view.batch, view.q.first + query, head),
-                mutable_element(p.q_rotated, p.dtype, view.batch, view.q.first + query, head), p.head_dim, true,
-                position, row);
+                mutable_element(p.q_rotated, p.dtype, view.batch, view.q.first + query, head), p.head_dim,
+                true, position, row);
   }
 }
 
-// out = sum_s e^(lse_s - lse) out_s, lse = log(sum_s e^lse_s + e^sink); an empty split has lse -inf and adds nothing.
+// out = sum_s e^(lse_s - lse) out_s, lse = log(sum_s e^lse_s + e^sink); an empty split has lse -inf and adds
+// nothing.
 template <class T>
 inline void merge_row(const DecodeParams& p, const SequenceView& view, int64_t query, int64_t head,
                       const Partials<T>& partials, T* row) {
@@ -132,7 +139,8 @@ inline void decode(const DecodeParams& call) {
       append_and_rotate(call, SequenceView(call, i / p.heads_k, i % p.heads_k), row);
 #pragma omp for schedule(dynamic, 1)
     for (int64_t task = 0; task < sequences * tiles * p.splits; ++task) {
-      const int64_t i = task / p.splits % sequences, tile = task / p.splits / sequences, split = task % p.splits;
+      const int64_t i = task / p.splits % sequences, tile = task / p.splits / sequences,
+                    split = task % p.splits;
       const SequenceView view(p, i / p.heads_k, i % p.heads_k);
       if (tile * kTileRows >= view.q.allotted * view.group) continue;
       const KeyRange limit{std::min(view.k.length, split * p.keys_per_split),

@@ -8,17 +8,22 @@ namespace flashattn::cpu {
 namespace {
 
 constexpr int64_t kTileRows = 256;  // they share the copied keys of a block
-template <class T> constexpr int kPanels = kTileRows / kPanel<T>;
+template <class T>
+constexpr int kPanels = kTileRows / kPanel<T>;
 
 template <class T>
 struct ForwardScratch {
   T *q, *out, *k, *v, *scores, *factors, *row, *zeros;
 
   ForwardScratch(const ForwardParams& p, Arena& arena)
-      : q(arena.take<T>(kTileRows * p.head_dim)), out(arena.take<T>(kTileRows * p.head_dim_v)),
-        k(arena.take<T>(kKeys * p.head_dim)), v(arena.take<T>(kKeys * p.head_dim_v)),
-        scores(arena.take<T>(kKeys * kPanel<T>)), factors(arena.take<T>(kKeys * kPanel<T>)),
-        row(arena.take<T>(std::max<int64_t>({kKeys, p.head_dim, p.head_dim_v}))), zeros(arena.take<T>(p.head_dim_v)) {}
+      : q(arena.take<T>(kTileRows * p.head_dim)),
+        out(arena.take<T>(kTileRows * p.head_dim_v)),
+        k(arena.take<T>(kKeys * p.head_dim)),
+        v(arena.take<T>(kKeys * p.head_dim_v)),
+        scores(arena.take<T>(kKeys * kPanel<T>)),
+        factors(arena.take<T>(kKeys * kPanel<T>)),
+        row(arena.take<T>(std::max<int64_t>({kKeys, p.head_dim, p.head_dim_v}))),
+        zeros(arena.take<T>(p.head_dim_v)) {}
 };
 
 // Running maximum and sum of each row (Milakov and Gimelshein 2018).
@@ -53,7 +58,8 @@ struct OnlineSoftmax {
   }
 };
 
-// Where a tile's result goes: the tensors of the call, or one split's partial ones, which leave the sink to the merge.
+// Where a tile's result goes: the tensors of the call, or one split's partial ones, which leave the sink to
+// the merge.
 struct Destination {
   Tensor4 out;
   DType dtype;
@@ -78,7 +84,8 @@ inline void store_panel(const SequenceView& view, const Panel<T>& panel, const O
     const T factor = sum == 0 ? 0 : rescale / sum;
     for (int64_t column = 0; column < view.p.head_dim_v; ++column)
       row[column] = sum == 0 ? 0 : factor * out[column * kPanel<T> + lane];
-    store_row<T>(to.dtype, row, view.p.head_dim_v, mutable_element(to.out, to.dtype, view.batch, q_row, head));
+    store_row<T>(to.dtype, row, view.p.head_dim_v,
+                 mutable_element(to.out, to.dtype, view.batch, q_row, head));
     statistic<T>(to.lse, view.batch, head, q_row) =
         sum == 0 ? static_cast<T>(-kInfinity) : peak + std::log(sum);
     if (to.max_logit.data) statistic<T>(to.max_logit, view.batch, head, q_row) = score_peak;
@@ -90,7 +97,8 @@ template <class T>
 inline void forward_tile(const SequenceView& view, int64_t row, KeyRange limit, const Destination& to,
                          ForwardScratch<T>& scratch) {
   const ForwardParams& p = view.p;
-  const int64_t panels = std::min<int64_t>(kPanels<T>, divide_up(view.q.allotted * view.group - row, kPanel<T>));
+  const int64_t panels =
+      std::min<int64_t>(kPanels<T>, divide_up(view.q.allotted * view.group - row, kPanel<T>));
   const bool direct = in_place<T>(p, panels);
   Panel<T> panel[kPanels<T>];
   OnlineSoftmax<T> softmax[kPanels<T>];

@@ -1,5 +1,6 @@
 // The two products of attention on panels.  A panel holds kPanel rows side by side: element (depth, lane).
-// The other factor is a list of row pointers, so rows may lie anywhere (pages) and any of them may be replaced.
+// The other factor is a list of row pointers, so rows may lie anywhere (pages) and any of them may be
+// replaced.
 #pragma once
 
 #include "cpu/vector.h"
@@ -7,7 +8,8 @@
 namespace flashattn::cpu {
 namespace {
 
-constexpr int kBlock = kVectorRegisters == 16 ? 6 : 8;  // rows of accumulators, two vectors each, that fit in registers
+constexpr int kBlock =
+    kVectorRegisters == 16 ? 6 : 8;  // rows of accumulators, two vectors each, that fit in registers
 
 // c[r][lane] = (accumulate ? c : 0) + sum_d rows[r][d] * panel[d][lane]
 template <class T, int R>
@@ -38,7 +40,8 @@ inline void rows_block(const T* const* rows, const T* panel, int64_t panel_strid
 
 // c[column][lane] = c[column][lane] * factor[lane] + sum_j rows[j][column] * panel[j][lane]
 template <class T, int R>
-inline void columns_block(const T* const* rows, int64_t column, int64_t depth, const T* panel, const T* factor, T* c) {
+inline void columns_block(const T* const* rows, int64_t column, int64_t depth, const T* panel,
+                          const T* factor, T* c) {
   Vector<T> sum[R][2];
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r) sum[r][0] = sum[r][1] = Vector<T>{};
@@ -60,8 +63,8 @@ inline void columns_block(const T* const* rows, int64_t column, int64_t depth, c
 }
 
 template <class T, int R = kBlock>
-inline void rows_by_panel(const T* const* rows, int64_t count, const T* panel, int64_t panel_stride, int64_t depth,
-                          T* c, int64_t c_stride, bool accumulate) {
+inline void rows_by_panel(const T* const* rows, int64_t count, const T* panel, int64_t panel_stride,
+                          int64_t depth, T* c, int64_t c_stride, bool accumulate) {
   for (; count >= R; count -= R, rows += R, c += R * c_stride)
     rows_block<T, R>(rows, panel, panel_stride, depth, c, c_stride, accumulate);
   if constexpr (R > 1)
@@ -69,8 +72,8 @@ inline void rows_by_panel(const T* const* rows, int64_t count, const T* panel, i
 }
 
 template <class T, int R = kBlock>
-inline void columns_by_panel(const T* const* rows, int64_t column, int64_t columns, int64_t depth, const T* panel,
-                             const T* factor, T* c) {
+inline void columns_by_panel(const T* const* rows, int64_t column, int64_t columns, int64_t depth,
+                             const T* panel, const T* factor, T* c) {
   for (; column + R <= columns; column += R)
     columns_block<T, R>(rows, column, depth, panel, factor, c + column * kPanel<T>);
   if constexpr (R > 1)

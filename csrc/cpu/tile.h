@@ -1,5 +1,5 @@
-// The pieces of a tile that forward and backward share: the query rows of a panel, the keys of a block, and what
-// happens to a score before the softmax.
+// The pieces of a tile that forward and backward share: the query rows of a panel, the keys of a block, and
+// what happens to a score before the softmax.
 #pragma once
 
 #include "cpu/convert.h"
@@ -8,7 +8,8 @@
 namespace flashattn::cpu {
 namespace {
 
-constexpr int kKeys = 128;  // of a block; blocks start at multiples of it, so that no result depends on the tiling
+constexpr int kKeys =
+    128;  // of a block; blocks start at multiples of it, so that no result depends on the tiling
 
 // Hands out 64-byte aligned pieces of a thread's workspace; with data null it only measures.
 struct Arena {
@@ -27,8 +28,8 @@ inline Arena thread_arena(const Workspace& workspace) {
   return {static_cast<char*>(workspace.private_data) + omp_get_thread_num() * workspace.private_bytes};
 }
 
-// One sequence of the batch and one KV head.  The queries of the group's heads are interleaved: packed row r is query
-// r / group of head head_k * group + r % group, so that keys are read once for the group.
+// One sequence of the batch and one KV head.  The queries of the group's heads are interleaved: packed row r
+// is query r / group of head head_k * group + r % group, so that keys are read once for the group.
 struct SequenceView {
   const ForwardParams& p;
   int64_t batch, head_k, group;
@@ -36,8 +37,13 @@ struct SequenceView {
   int64_t leftpad, cache_row;
 
   SequenceView(const ForwardParams& params, int64_t batch_, int64_t head_k_)
-      : p(params), batch(batch_), head_k(head_k_), group(p.heads_q / p.heads_k), q(sequence(p.seqlen_q, batch)),
-        k(sequence(p.seqlen_k, batch)), leftpad(p.cache.leftpad ? clamp(p.cache.leftpad[batch], 0, k.length) : 0),
+      : p(params),
+        batch(batch_),
+        head_k(head_k_),
+        group(p.heads_q / p.heads_k),
+        q(sequence(p.seqlen_q, batch)),
+        k(sequence(p.seqlen_k, batch)),
+        leftpad(p.cache.leftpad ? clamp(p.cache.leftpad[batch], 0, k.length) : 0),
         cache_row(p.cache.batch_index ? p.cache.batch_index[batch] : batch) {}
 
   const char* key_row(const Tensor4& x, int64_t key) const {
@@ -50,11 +56,11 @@ struct SequenceView {
 template <class T>
 struct Panel {
   using Integer = typename VectorTypes<T>::Integer;
-  int64_t count;                                     // lanes in use
+  int64_t count;  // lanes in use
   int64_t query[kPanel<T>], head[kPanel<T>];
   alignas(kVectorBytes) Integer first[kPanel<T>], last[kPanel<T>];  // visible keys of a lane
-  T position[kPanel<T>], slope[kPanel<T>];           // for ALiBi
-  KeyRange some, every;                              // keys that some lane, that every lane sees
+  T position[kPanel<T>], slope[kPanel<T>];                          // for ALiBi
+  KeyRange some, every;  // keys that some lane, that every lane sees
 
   Panel() = default;
 
@@ -82,16 +88,19 @@ struct Panel {
     }
   }
 
-  bool reads(const SequenceView& view, int64_t lane) const { return lane < count && query[lane] < view.q.length; }
+  bool reads(const SequenceView& view, int64_t lane) const {
+    return lane < count && query[lane] < view.q.length;
+  }
 };
 
-// Row of x that belongs to the lane: into `row` and into its place among the panel's (column, lane).  A lane without a
-// query is zero.
+// Row of x that belongs to the lane: into `row` and into its place among the panel's (column, lane).  A lane
+// without a query is zero.
 template <class T>
-inline void load_lane(const SequenceView& view, const Panel<T>& panel, int64_t lane, const Tensor4& x, int64_t columns,
-                      T factor, T* row, T* side_by_side) {
+inline void load_lane(const SequenceView& view, const Panel<T>& panel, int64_t lane, const Tensor4& x,
+                      int64_t columns, T factor, T* row, T* side_by_side) {
   if (panel.reads(view, lane)) {
-    const auto* from = element(x, view.p.dtype, view.batch, view.q.first + panel.query[lane], panel.head[lane]);
+    const auto* from =
+        element(x, view.p.dtype, view.batch, view.q.first + panel.query[lane], panel.head[lane]);
     load_row<T>(view.p.dtype, from, columns, row, factor);
   } else {
     std::fill(row, row + columns, T{0});
@@ -101,8 +110,8 @@ inline void load_lane(const SequenceView& view, const Panel<T>& panel, int64_t l
 
 // Keys [first, last) of one block as row pointers into `copy`, or into the tensor itself.
 template <class T>
-inline void load_keys(const SequenceView& view, const Tensor4& x, KeyRange keys, int64_t columns, bool in_place,
-                      T* copy, const T** rows) {
+inline void load_keys(const SequenceView& view, const Tensor4& x, KeyRange keys, int64_t columns,
+                      bool in_place, T* copy, const T** rows) {
   for (int64_t key = keys.first; key < keys.last; ++key, copy += columns) {
     const char* from = view.key_row(x, key);
     if (in_place) {
@@ -145,11 +154,11 @@ inline void apply_mask(const SequenceView& view, const Panel<T>& panel, KeyRange
   }
 }
 
-// Scaled dot products (key, lane) become scores: softcap, ALiBi, bias, mask, visibility.  With cap_slope, also the
-// derivative of the softcap.
+// Scaled dot products (key, lane) become scores: softcap, ALiBi, bias, mask, visibility.  With cap_slope,
+// also the derivative of the softcap.
 template <class T>
-inline void score_panel(const SequenceView& view, const Panel<T>& panel, KeyRange keys, T* scores, T* cap_slope,
-                        T* row) {
+inline void score_panel(const SequenceView& view, const Panel<T>& panel, KeyRange keys, T* scores,
+                        T* cap_slope, T* row) {
   const Score& score = view.p.score;
   const int64_t count = keys.last - keys.first;
   if (score.softcap > 0) {
@@ -183,8 +192,8 @@ inline void score_panel(const SequenceView& view, const Panel<T>& panel, KeyRang
 
 // A key that the mask hides from the whole panel must not be read: 0 * NaN is NaN.
 template <class T>
-inline void replace_hidden(const SequenceView& view, const T* scores, int64_t count, const T* zeros, const T* const* rows,
-                           const T** seen) {
+inline void replace_hidden(const SequenceView& view, const T* scores, int64_t count, const T* zeros,
+                           const T* const* rows, const T** seen) {
   for (int64_t j = 0; j < count; ++j) {
     bool hidden = view.p.score.mask.data != nullptr;
     for (int lane = 0; hidden && lane < kPanel<T>; ++lane)
@@ -200,13 +209,15 @@ inline void dropout_panel(const SequenceView& view, const Panel<T>& panel, KeyRa
   const T kept = static_cast<T>(static_cast<double>(kDropoutRange) / dropout.keep_below);
   for (int64_t group = keys.first / kDropoutColumns; group * kDropoutColumns < keys.last; ++group)
     for (int64_t lane = 0; lane < kPanel<T>; ++lane) {
-      const Philox numbers = philox(static_cast<uint64_t>(*dropout.seed), static_cast<uint32_t>(group),
-                                    static_cast<uint32_t>(panel.query[lane]), static_cast<uint32_t>(panel.head[lane]),
-                                    static_cast<uint32_t>(view.batch));
+      const Philox numbers =
+          philox(static_cast<uint64_t>(*dropout.seed), static_cast<uint32_t>(group),
+                 static_cast<uint32_t>(panel.query[lane]), static_cast<uint32_t>(panel.head[lane]),
+                 static_cast<uint32_t>(view.batch));
       for (int e = 0; e < kDropoutColumns; ++e) {
         const int64_t key = group * kDropoutColumns + e;
         if (key >= keys.first && key < keys.last)
-          factors[(key - keys.first) * kPanel<T> + lane] = dropout_keeps(numbers, e, dropout.keep_below) ? kept : 0;
+          factors[(key - keys.first) * kPanel<T> + lane] =
+              dropout_keeps(numbers, e, dropout.keep_below) ? kept : 0;
       }
     }
 }

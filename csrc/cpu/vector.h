@@ -1,5 +1,5 @@
-// Portable vectors: compiler vector types of kVectorBytes, which the including unit sets together with its target.
-// Everything is internal to that unit, so one program holds a copy of the kernels for each target.
+// Portable vectors: compiler vector types of kVectorBytes, which the including unit sets together with its
+// target. Everything is internal to that unit, so one program holds a copy of the kernels for each target.
 #pragma once
 
 #include "cpu/baseline.h"
@@ -14,11 +14,15 @@ struct VectorTypes {
   typedef T Unaligned __attribute__((vector_size(kVectorBytes), may_alias, aligned(alignof(T))));
   typedef Integer Integers __attribute__((vector_size(kVectorBytes), may_alias));
 };
-template <class T> using Vector = typename VectorTypes<T>::Vector;
-template <class T> using Integers = typename VectorTypes<T>::Integers;
+template <class T>
+using Vector = typename VectorTypes<T>::Vector;
+template <class T>
+using Integers = typename VectorTypes<T>::Integers;
 
-template <class T> constexpr int kWidth = kVectorBytes / sizeof(T);
-template <class T> constexpr int kPanel = 2 * kWidth<T>;  // query rows that are computed side by side, one a lane
+template <class T>
+constexpr int kWidth = kVectorBytes / sizeof(T);
+template <class T>
+constexpr int kPanel = 2 * kWidth<T>;  // query rows that are computed side by side, one a lane
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
@@ -60,11 +64,12 @@ inline bool any(Integers<T> lanes) {
   return some != 0;
 }
 
-// e^x to about 1 ulp: x = n ln2 + r, |r| <= ln2 / 2, Taylor in r.  0 below the smallest normal number, so that masked
-// scores (-inf) give exact zeros; a NaN stays a NaN.
+// e^x to about 1 ulp: x = n ln2 + r, |r| <= ln2 / 2, Taylor in r.  0 below the smallest normal number, so
+// that masked scores (-inf) give exact zeros; a NaN stays a NaN.
 inline Vector<float> exp(Vector<float> x) {
   const Vector<float> low = splat<float>(-87.3365), high = splat<float>(88.8);
-  const Vector<float> round = splat<float>(12582912.0);  // 1.5 * 2^23: adding it leaves an integer in the low bits
+  const Vector<float> round =
+      splat<float>(12582912.0);  // 1.5 * 2^23: adding it leaves an integer in the low bits
   Vector<float> clamped = select<float>(x < low, low, x);
   clamped = select<float>(clamped > high, high, clamped);
   const Vector<float> shifted = clamped * splat<float>(1.44269504088896341) + round;

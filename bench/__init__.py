@@ -1,0 +1,1 @@
+"""Speed, memory and host cost of flashattn beside its alternatives: see ``python -m bench --help``."""

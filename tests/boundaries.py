@@ -1,0 +1,66 @@
+"""Boundaries between the parts of the sources, each a search: ``python tests/boundaries.py [root]``.
+
+Prints ``file:line: rule: text`` for each violation and exits with 1 if there is one.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+CXX = (".h", ".cuh", ".cpp", ".cu")
+ARCHS = ("cpu", "sm75", "sm80", "sm90")
+ENVIRONMENT_READERS = ("setup.py", "flashattn/_build.py", "flashattn/_load.py", "flashattn/jit.py")
+MOST_VARIABLES = 6
+
+# (rule, where the pattern is searched, pattern, where it is allowed)
+SEARCHES = (
+    ("torch headers only in the binding", CXX, r'#\s*include\s*[<"](torch|ATen|c10)/',
+     r"csrc/((ops|autograd|python)\.cpp|ops_checks\.h)"),
+    ("asm only in the PTX wrappers", CXX, r"\b(__)?asm(__)?\b", r"csrc/(common/ptx|sm90/(ptx|wgmma))\.cuh"),
+    ("launches only in launch.cuh and any/", CXX, r"<<<", r"csrc/(\w+/launch\.cuh|any/.*)"),
+    ("no function-like macro", CXX, r"#\s*define\s+(?!FLASHATTN_CUDA_CHECK\()\w+\(", None),
+    ("no #if for features", CXX, r"#\s*(el)?if(n?def)?\b(?!(\W|defined|__\w+__|__clang__|__CUDACC__|_OPENMP|"
+     r"FLASHATTN_NAMESPACE|\d)*$)", None),
+    ("the environment is read in the build and load modules only", (*CXX, ".py"),
+     r"\bgetenv\b|\bos\.(environ|getenv)\b", "|".join(map(re.escape, ENVIRONMENT_READERS))),
+)
+
+
+def violations(root: Path) -> Iterator[str]:
+    files = [root / "setup.py", *sorted((root / "csrc").rglob("*")), *sorted((root / "flashattn").rglob("*"))]
+    for file in files:
+        if file.suffix not in (*CXX, ".py"):
+            continue
+        path, lines = file.relative_to(root).as_posix(), file.read_text().splitlines()
+        for number, line in enumerate(lines, 1):
+            for rule in _broken(path, file.suffix, line):
+                yield f"{path}:{number}: {rule}: {line.strip()}"
+    yield from _variables(root)
+
+
+def _broken(path: str, suffix: str, line: str) -> Iterator[str]:
+    for rule, suffixes, pattern, allowed in SEARCHES:
+        if suffix in suffixes and re.search(pattern, line) and not (allowed and re.fullmatch(allowed, path)):
+            yield rule
+    folder = re.match(r"csrc/(\w+)/", path)
+    included = re.search(r'#\s*include\s*"(\w+)/', line)
+    if folder and included and {folder[1], included[1]} <= set(ARCHS) and included[1] != folder[1]:
+        yield "an arch folder includes common/ and itself only"
+
+
+def _variables(root: Path) -> Iterator[str]:
+    text = "".join((root / path).read_text() for path in ENVIRONMENT_READERS)
+    variables = sorted(set(re.findall(r"[\"'](FLASHATTN_[A-Z_]+)[\"']", text)))
+    if len(variables) > MOST_VARIABLES:
+        yield f"at most {MOST_VARIABLES} FLASHATTN_* variables: {', '.join(variables)}"
+    readme = (root / "README.md").read_text()
+    yield from (f"README.md: {variable} is not explained" for variable in variables if variable not in readme)
+
+
+if __name__ == "__main__":
+    found = list(violations(Path(sys.argv[1] if len(sys.argv) > 1 else Path(__file__).parents[1])))
+    print("\n".join(found) or "boundaries: nothing crosses them")
+    sys.exit(bool(found))

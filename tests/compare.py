@@ -1,0 +1,202 @@
+"""Comparison with the float64 oracle: the accuracy rule of every test lives here.
+
+The 2x rule: a result may be at most twice as far from the float64 answer as unfused torch code in the same
+dtype ("plain"), plus two units in the last place of the largest value.  LSE and largest logit are held to
+float32 accuracy whatever the dtype of the inputs.  float64 inputs are held to 1e-12.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+
+import torch
+from torch import Tensor
+
+import flashattn
+from flashattn import reference
+
+FORWARD_OPTIONS = set(inspect.signature(reference.forward).parameters) - {"q", "k", "v", "dtype"}
+DECODE_OPTIONS = set(inspect.signature(reference.decode).parameters) - {"q", "k_cache", "v_cache", "dtype"}
+
+
+def assert_close_2x(ours: Tensor, oracle: Tensor, plain: Tensor, name: str, *, floor: float = 0.0) -> None:
+    """``max|ours - f64| <= 2 max|plain - f64| + 2 ulp max|f64| + floor``; in float64, 1e-12 max|f64| + floor.
+
+    Args:
+        ours: the result under test; its dtype must be that of plain, its NaN and Inf those of the oracle.
+        oracle: the float64 answer.
+        plain: the same computation, unfused, in the dtype of ours.
+        floor: rounding error that is unavoidable even where the exact answer is 0.
+    """
+    assert ours.dtype == plain.dtype, f"{name}: dtype {ours.dtype}, expected {plain.dtype}"
+    error, largest = _error(ours, oracle, name), _largest(oracle)
+    if ours.dtype == torch.float64:
+        bound = 1e-12 * largest
+    else:
+        plain_error = _largest(plain.double() - oracle.double())
+        bound = 2 * plain_error + 2 * torch.finfo(ours.dtype).eps * largest
+    bound += floor
+    assert error <= bound, f"{name}: error {error:.3e} over {bound:.3e}, largest value {largest:.3e}"
+
+
+def assert_lse(
+    ours: Tensor, oracle: Tensor, max_logit: Tensor, name: str = "lse", *, floor: float = 0.0
+) -> None:
+    """``|ours - f64| <= 2e-5 (1 + max|max_logit|) + floor`` (float64: 1e-12), and -inf at the same places.
+
+    Args:
+        max_logit: the largest scaled logits, any shape; infinite ones do not count.
+    """
+    assert ours.dtype in (torch.float32, torch.float64), f"{name}: dtype {ours.dtype}"
+    error = _error(ours, oracle, name)
+    bound = (2e-5 if ours.dtype == torch.float32 else 1e-12) * (1 + _largest(max_logit)) + floor
+    assert error <= bound, f"{name}: error {error:.3e} over {bound:.3e}"
+
+
+def assert_identical(a: Tensor, b: Tensor, name: str) -> None:
+    """Equal in shape, dtype and every bit, but NaN equals NaN and 0 equals -0."""
+    assert a.dtype == b.dtype, f"{name}: dtype {a.dtype}, {b.dtype}"
+    assert a.shape == b.shape, f"{name}: shape {(*a.shape,)}, {(*b.shape,)}"
+    differ = (a != b) & ~(a.isnan() & b.isnan())
+    assert not differ.any(), f"{name}: {int(differ.sum())} of {differ.numel()} differ, " \
+        f"first at {differ.nonzero()[0].tolist()}: {a[differ][0].item()!r}, {b[differ][0].item()!r}"
+
+
+def check_forward(q: Tensor, k: Tensor, v: Tensor, **options) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Run :func:`flashattn.forward` with these options and hold it against the oracle.
+
+    Returns:
+        our ``(out, lse, max_logit)``, for further assertions; no max_logit with ``return_max_logit=False``.
+    """
+    options = {"return_max_logit": True} | options
+    ours = flashattn.forward(q, k, v, **options, return_lse=True)
+    out, lse, max_logit = ours if options["return_max_logit"] else (*ours, None)
+    _assert_forward(out, lse, max_logit, q, k, v, {n: o for n, o in options.items() if n in FORWARD_OPTIONS})
+    return out, lse, max_logit
+
+
+def check_backward(
+    q: Tensor, k: Tensor, v: Tensor, *, lse_grad: bool = True, **options
+) -> tuple[Tensor, ...]:
+    """:func:`check_forward`, and the gradients of q, k, v, bias and sink for random gradients of out and LSE.
+
+    Args:
+        lse_grad: False leaves the LSE out of the loss.
+
+    Returns:
+        our ``(out, lse, dq, dk, dv[, dbias][, dsink])``.
+    """
+    options = {"return_max_logit": True} | options
+    leaves = {"q": q, "k": k, "v": v, "bias": options.get("bias"), "sink": options.get("sink")}
+    leaves = {n: t.detach().requires_grad_() for n, t in leaves.items() if t is not None}
+    out, lse, *max_logit = flashattn.forward(**(options | leaves), return_lse=True)
+    semantic = {n: o for n, o in options.items() if n in FORWARD_OPTIONS}
+    oracle_out, oracle_lse = _assert_forward(out, lse, max_logit[0] if max_logit else None, q, k, v, semantic)
+
+    dout, dlse = torch.randn_like(out), torch.randn_like(lse) if lse_grad else None
+    results = (out, lse) if lse_grad else (out,)
+    grads = torch.autograd.grad(results, list(leaves.values()), (dout, dlse)[:len(results)])
+    oracle = reference.backward(dout, q, k, v, dlse=dlse, **semantic)
+    plain = reference.backward(dout, q, k, v, dlse=dlse, **semantic, dtype=q.dtype)
+    cancelled = _cancellation(dout, oracle_out, q, k, options.get("scale"))
+    restored = 2 * _score_rounding(lse, oracle_lse)                      # P is exp(S - LSE), both rounded
+    for name, grad, wanted, baseline in zip(leaves, grads, _given(oracle), _given(plain)):
+        floor = cancelled[name] + restored * _largest(wanted)
+        assert_close_2x(grad, wanted, baseline.to(leaves[name].dtype), f"d{name}", floor=floor)
+    return out, lse, *grads
+
+
+def check_decode(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor | None, **options
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Run :func:`flashattn.decode` on copies of the caches and hold result and caches against the oracle.
+
+    Returns:
+        our ``(out, lse, k_cache, v_cache)``, the caches as the call left them.
+    """
+    semantic = {n: o for n, o in options.items() if n in DECODE_OPTIONS}
+    oracle_out, oracle_lse, *oracle_caches = reference.decode(q, k_cache, v_cache, **semantic)
+    plain_out, *_ = reference.decode(q, k_cache, v_cache, **semantic, dtype=q.dtype)
+    if options.get("k_new") is not None:
+        k_cache, v_cache = k_cache.clone(), None if v_cache is None else v_cache.clone()
+    out, lse = flashattn.decode(q, k_cache, v_cache, **options, return_lse=True)
+    assert lse.dtype == _statistics_dtype(q)
+
+    score_floor = 0.0
+    if options.get("rotary_cos") is None:
+        assert_identical(k_cache, oracle_caches[0], "k_cache")
+    else:
+        # Rotated keys may round to the neighbouring number, and a kernel may round rotated queries as well.
+        eps = torch.finfo(q.dtype).eps
+        close = torch.isclose(k_cache, oracle_caches[0], rtol=eps, atol=1e-6, equal_nan=True)
+        assert close.all(), f"k_cache: {int((~close).sum())} differ"
+        scale = 1 / math.sqrt(q.shape[-1]) if options.get("scale") is None else options["scale"]
+        q_norm, k_norm = (_largest(t.double().norm(dim=-1)) for t in (q, k_cache))
+        score_floor = eps * abs(scale) * q_norm * k_norm
+    if v_cache is not None:
+        assert_identical(v_cache, oracle_caches[1], "v_cache")
+    floor = _score_rounding(lse, oracle_lse) * _largest(oracle_out)
+    assert_close_2x(out, oracle_out, plain_out, "out", floor=floor)
+    assert_lse(lse, oracle_lse, oracle_lse, floor=score_floor)
+    return out, lse, k_cache, v_cache
+
+
+def _assert_forward(out, lse, max_logit, q, k, v, semantic) -> tuple[Tensor, Tensor]:
+    with torch.no_grad():
+        oracle_out, oracle_lse, oracle_max = reference.forward(q, k, v, **semantic)
+        plain_out, _, _ = reference.forward(q, k, v, **semantic, dtype=q.dtype)
+    assert lse.dtype == _statistics_dtype(q), f"lse: dtype {lse.dtype} for inputs of dtype {q.dtype}"
+    floor = _score_rounding(lse, oracle_max) * _largest(oracle_out)
+    assert_close_2x(out, oracle_out, plain_out, "out", floor=floor)
+    assert_lse(lse, oracle_lse, oracle_max)
+    if max_logit is not None:
+        assert max_logit.dtype == lse.dtype, f"max_logit: dtype {max_logit.dtype}"
+        assert_lse(max_logit, oracle_max, oracle_max, "max_logit")
+    return oracle_out, oracle_lse
+
+
+def _score_rounding(lse: Tensor, largest: Tensor) -> float:
+    """Rounding error of the largest score: the relative error of its weight, which plain code has too."""
+    return torch.finfo(lse.dtype).eps / 2 * _largest(largest)
+
+
+def _cancellation(dout: Tensor, out: Tensor, q: Tensor, k: Tensor, scale: float | None) -> dict[str, float]:
+    """What rounding leaves of gradients that are exactly 0, for instance where each row sees one key.
+
+    The score gradient is ``P (dP - delta)`` with ``delta = sum(dout * out)`` over Dv.  Rounding errors of out
+    reach delta, as random ones do, in the root of the sum of squares; those of the running sum grow with the
+    root of Dv.  A row has one such error: dq sums it with weights P over the keys; dk, dbias and dsink sum
+    over the rows.
+    """
+    eps_out, eps_sum = torch.finfo(q.dtype).eps, torch.finfo(_statistics_dtype(q)).eps
+    noise = eps_out + eps_sum * math.sqrt(out.shape[-1]) / 2
+    noise *= _largest((dout.double() * out).nan_to_num(0, 0, 0).norm(dim=-1))
+    scale = 1 / math.sqrt(max(q.shape[-1], 1)) if scale is None else abs(scale)
+    q_rows = q.double().nan_to_num(0, 0, 0).flatten(0, -2)
+    rows = math.sqrt(len(q_rows))
+    return {"q": noise * scale * _largest(k), "k": noise * scale * _largest(q_rows.norm(dim=0)),
+            "v": 0.0, "bias": noise * rows, "sink": noise * rows}
+
+
+def _error(ours: Tensor, oracle: Tensor, name: str) -> float:
+    """Largest difference where the oracle is finite; elsewhere they must be the same."""
+    ours, oracle = ours.detach().double(), oracle.detach().double()
+    assert ours.shape == oracle.shape, f"{name}: shape {(*ours.shape,)}, expected {(*oracle.shape,)}"
+    assert_identical(torch.where(ours.isfinite(), 0, ours), torch.where(oracle.isfinite(), 0, oracle), name)
+    return _largest(torch.where(oracle.isfinite(), ours - oracle, 0))
+
+
+def _largest(x: Tensor) -> float:
+    """Largest finite magnitude, 0 if there is none."""
+    x = x.detach().double().abs()
+    x = x[x.isfinite()]
+    return x.max().item() if x.numel() else 0.0
+
+
+def _given(grads: tuple[Tensor | None, ...]) -> list[Tensor]:
+    return [grad for grad in grads if grad is not None]
+
+
+def _statistics_dtype(q: Tensor) -> torch.dtype:
+    return torch.float64 if q.dtype == torch.float64 else torch.float32

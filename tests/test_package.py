@@ -1,0 +1,328 @@
+"""Installing: what a wrong environment is told, what archives hold, what an import without extension says."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import zipfile
+from importlib import metadata
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
+
+import boundaries
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+NEXT_COMMAND = "pip install --no-build-isolation ."
+TOP_FILES = ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "CMakeLists.txt",
+             "Makefile")
+NOT_SOURCES = shutil.ignore_patterns("__pycache__", "*.so", "_build_info.json", "*.egg-info")
+
+
+def run(*command, cwd, **environment):
+    """Run with these variables set (None: unset); the result has everything printed in ``output``."""
+    env = {name: value for name, value in (os.environ | environment).items() if value is not None}
+    result = subprocess.run([str(part) for part in command], cwd=cwd, env=env, text=True, timeout=600,
+                            stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    result.output = result.stdout
+    return result
+
+
+@pytest.fixture
+def tree(tmp_path):
+    """A copy of the sources, never compiled."""
+    root = tmp_path / "tree"
+    root.mkdir()
+    for name in TOP_FILES:
+        shutil.copy(ROOT / name, root)
+    for name in ("csrc", "flashattn", "tests", "bench", "docs", ".ci"):
+        shutil.copytree(ROOT / name, root / name, ignore=NOT_SOURCES)
+    return root
+
+
+@pytest.fixture
+def bare(tmp_path):
+    """A site-packages folder with setuptools alone: use with ``python -S``."""
+    site = tmp_path / "bare"
+    site.mkdir()
+    for name in ("setuptools", "wheel"):
+        distribution = metadata.distribution(name)
+        for top in {file.parts[0] for file in distribution.files} - {".."}:
+            (site / top).symlink_to(distribution.locate_file(top))
+    return site
+
+
+def tools(folder, *names):
+    """A folder for PATH with these programs only."""
+    folder.mkdir()
+    for name in names:
+        (folder / name).symlink_to(shutil.which(name))
+    return folder
+
+
+# ---- builds that must not start ----------------------------------------------------------------------------
+
+def test_isolated_install_asks_for_the_next_command_before_it_downloads_torch(tree, tmp_path):
+    wheels = tmp_path / "wheels"
+    wheels.mkdir()
+    for name in ("setuptools", "wheel", "packaging", "ninja"):
+        repack(metadata.distribution(name), wheels)
+    pip = (sys.executable, "-m", "pip")
+    result = run(*pip, "wheel", ".", "--no-index", "--find-links", wheels, "-w", tmp_path / "out", cwd=tree,
+                 PIP_FIND_LINKS=None, FLASHATTN_CUDA=None)
+    assert result.returncode != 0
+    assert "this build sees no torch" in result.output
+    assert f"pip install setuptools wheel ninja torch && {NEXT_COMMAND}" in result.output
+    assert "Traceback" not in result.output.split("this build sees no torch")[0]
+    assert "torch>=2.11" not in result.output, "pip looked for dependencies of a build that cannot succeed"
+
+
+def repack(distribution, folder):
+    """A wheel of what is installed, so that an isolated build needs no network."""
+    name = f"{distribution.metadata['Name']}-{distribution.version}-py3-none-any.whl"
+    with zipfile.ZipFile(folder / name, "w") as archive:
+        for file in distribution.files:
+            if ".." not in file.parts and "__pycache__" not in file.parts:
+                archive.write(file.locate(), str(file))
+
+
+def test_no_torch(tree, bare):
+    result = run(sys.executable, "-S", "setup.py", "build_ext", cwd=tree, PYTHONPATH=str(bare))
+    assert result.returncode == 1
+    assert result.output.rstrip().endswith(f"pip install setuptools wheel ninja torch && {NEXT_COMMAND}")
+
+
+def test_old_torch(tree, bare):
+    info = bare / "torch-2.10.1+cpu.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.10.1+cpu\n")
+    result = run(sys.executable, "-S", "setup.py", "build_ext", cwd=tree, PYTHONPATH=str(bare))
+    assert result.returncode == 1
+    assert "torch 2.10.1+cpu is too old: flashattn needs 2.11 or newer" in result.output
+    assert result.output.rstrip().endswith(f"pip install 'torch>=2.11' && {NEXT_COMMAND}")
+
+
+@pytest.mark.parametrize("environment, text", [
+    ({"FLASHATTN_CUDA": "on"}, "FLASHATTN_CUDA=on, but flashattn 0.1.0 has no CUDA kernels yet"),
+    ({"FLASHATTN_CUDA": "yes"}, "FLASHATTN_CUDA=yes: accepted are auto, on and off"),
+    ({"CXX": "no-such-compiler"}, "no C++ compiler: no-such-compiler is not on PATH"),
+    ({"CXX": "cat"}, "flashattn needs g++ 11 or newer"),
+])
+@pytest.mark.parametrize("command", ["build_ext", "dist_info"])
+def test_refused(tree, command, environment, text):
+    result = run(sys.executable, "setup.py", command, cwd=tree, **environment)
+    assert result.returncode == 1
+    assert text in result.output
+    assert "Traceback" not in result.output
+    assert not list(tree.rglob("*.so"))
+
+
+def test_no_ninja(tree, tmp_path):
+    programs = tools(tmp_path / "programs", "c++")
+    script = ("import runpy, sys, sysconfig\n"
+              "real = sysconfig.get_path\n"
+              "sysconfig.get_path = lambda name, *rest: '/none' if name == 'scripts' else real(name, *rest)\n"
+              "sys.argv[1:] = ['build_ext']\n"
+              "runpy.run_path('setup.py')")
+    result = run(sys.executable, "-c", script, cwd=tree, PATH=str(programs))
+    assert result.returncode == 1
+    assert "ninja is missing" in result.output
+    assert result.output.rstrip().endswith(f"pip install ninja && {NEXT_COMMAND}")
+
+
+def test_ninja_of_an_environment_that_is_not_activated(tree, tmp_path):
+    programs = tools(tmp_path / "programs", "c++")
+    script = "import _build; _build.check(); print('checked')"
+    result = run(sys.executable, "-c", script, cwd=tree / "flashattn", PATH=str(programs))
+    assert result.output == "checked\n"
+
+
+@pytest.mark.parametrize("cuda, environment, warning", [
+    (None, {"FLASHATTN_ARCHS": "8.0"}, "FLASHATTN_ARCHS is set"),
+    ("13.0", {}, "torch is a CUDA 13.0 build"),
+    ("13.0", {"FLASHATTN_ARCHS": "8.0", "FLASHATTN_CUDA": "off"}, None)])
+def test_decision_is_loud_where_cuda_kernels_could_be_expected(tree, cuda, environment, warning):
+    script = f"import _build, torch; torch.version.cuda = {cuda!r}; print(_build.decision())"
+    result = run(sys.executable, "-c", script, cwd=tree / "flashattn", **environment)
+    assert "building the CPU kernels" in result.output
+    assert ("WARNING: " in result.output) is (warning is not None)
+    assert (warning or "") in result.output
+
+
+# ---- archives ----------------------------------------------------------------------------------------------
+
+def test_sdist_needs_no_torch_and_holds_all_sources(tree, bare, tmp_path):
+    (tree / "flashattn" / "_build_info.json").write_text("{}")
+    result = run(sys.executable, "-S", "setup.py", "sdist", cwd=tree, PYTHONPATH=str(bare))
+    assert result.returncode == 0, result.output
+    (archive,) = (tree / "dist").iterdir()
+    with tarfile.open(archive) as tar:
+        names = {name.partition("/")[2] for name in tar.getnames()}
+    wanted = {path.relative_to(tree).as_posix() for folder in ("csrc", "flashattn", "tests", "bench", "docs")
+              for path in (tree / folder).rglob("*") if path.is_file() and "__pycache__" not in path.parts}
+    wanted |= {*TOP_FILES, ".ci/run"}
+    assert wanted - names == {"flashattn/_build_info.json"}
+
+
+def test_metadata(tree):
+    result = run(sys.executable, "setup.py", "dist_info", cwd=tree, FLASHATTN_CUDA=None)
+    assert result.returncode == 0, result.output
+    (folder,) = tree.glob("*.dist-info")
+    fields = metadata.PathDistribution(folder).metadata
+    assert (fields["Name"], fields["Version"]) == ("flashattn", "0.1.0")
+    assert fields["Requires-Python"] == ">=3.10"
+    assert fields.get_all("Requires-Dist") == ["torch>=2.11"]
+    assert fields["License-Expression"] == "BSD-3-Clause"
+    requires = (tree / "pyproject.toml").read_text().split("requires = ")[1].split("\n")[0]
+    assert "torch" not in requires
+
+
+@pytest.mark.slow
+def test_wheel_works_away_from_the_source_tree(tmp_path):
+    """Builds in the source tree, where the compiled objects are; what an older build left must not get in."""
+    library = f"lib.{sysconfig.get_platform()}-{sys.implementation.cache_tag}"
+    stale = ROOT / "build" / library / "flashattn" / "left_over.py"
+    stale.parent.mkdir(parents=True, exist_ok=True)
+    stale.touch()
+    pip = (sys.executable, "-m", "pip")
+    result = run(*pip, "wheel", "--no-build-isolation", "--no-deps", "-w", tmp_path, ".", cwd=ROOT)
+    assert result.returncode == 0, result.output
+    (wheel,) = tmp_path.glob("*.whl")
+    site = tmp_path / "site"
+    result = run(*pip, "install", "--no-deps", "--no-index", "--target", site, wheel, cwd=tmp_path)
+    assert result.returncode == 0, result.output
+    assert files(site / "flashattn/_csrc") == files(ROOT / "csrc")
+    assert not (site / "flashattn" / "left_over.py").exists()
+
+    script = ("import flashattn, torch; from flashattn import _build\n"
+              "q = torch.zeros(1, 2, 1, 8); v = torch.ones(1, 2, 1, 8)\n"
+              "assert torch.equal(flashattn.forward(q, q, v), v)\n"
+              "print(flashattn.__file__, _build.csrc())")
+    result = run(sys.executable, "-c", script, cwd=tmp_path, PYTHONPATH=str(site))
+    assert result.output.split() == [str(site / "flashattn/__init__.py"), str(site / "flashattn/_csrc")]
+
+
+def files(folder):
+    paths = [path for path in folder.rglob("*") if path.is_file() and path.suffix != ".pyc"]
+    return {path.relative_to(folder): path.read_text() for path in paths}
+
+
+# ---- imports -----------------------------------------------------------------------------------------------
+
+CALLS = """
+import torch, flashattn
+from flashattn.__main__ import doctor
+print(flashattn.__version__)
+q = torch.zeros(1, 2, 1, 8)
+for call in (lambda: flashattn.forward(q, q, q), lambda: flashattn.explain(q, q)):
+    try:
+        call()
+    except ImportError as error:
+        print(error)
+raise SystemExit(doctor())
+"""
+
+
+def assert_calls_say(tree, text):
+    """The import works; calls and the doctor give this text and a command that rebuilds in the tree."""
+    result = run(sys.executable, "-c", CALLS, cwd=tree)
+    version, *errors = result.output.split("\nflashattn   ")[0].splitlines()
+    assert version == "0.1.0", result.output
+    assert len(errors) == 4 and errors[:2] == errors[2:] and text in errors[0], result.output
+    assert errors[1].startswith(f"  cd {tree} && pip install "), result.output
+    assert result.returncode == 1
+    assert f"verdict     BROKEN: {errors[0]}\n{errors[1]}" in result.output
+
+
+def test_not_compiled(tree):
+    assert_calls_say(tree, f"flashattn is not compiled in {tree / 'flashattn'}.")
+
+
+def test_source_tree_hides_an_installed_one(tree, tmp_path):
+    (tmp_path / "site/flashattn").mkdir(parents=True)
+    (tmp_path / f"site/flashattn/_C{EXTENSION_SUFFIXES[0]}").touch()
+    script = "import flashattn; print(flashattn._load.problem)"
+    result = run(sys.executable, "-c", script, cwd=tree, PYTHONPATH=str(tmp_path / "site"))
+    assert f"It hides the one in {tmp_path / 'site'}: start Python elsewhere" in result.output
+
+
+def test_compiled_for_another_python(tree):
+    (tree / "flashattn/_C.cpython-39-x86_64-linux-gnu.so").touch()
+    assert_calls_say(tree, "flashattn is compiled for another Python (_C.cpython-39-x86_64-linux-gnu.so)")
+
+
+def test_compiled_against_another_torch_is_not_even_loaded(tree):
+    (tree / f"flashattn/_C{EXTENSION_SUFFIXES[0]}").write_text("not a library")
+    (tree / "flashattn/_build_info.json").write_text('{"torch": "2.11.0+cu130"}')
+    assert_calls_say(tree, f"compiled against torch 2.11.0+cu130, but torch {torch.__version__} is running")
+
+
+def test_missing_symbol(tree, tmp_path):
+    source = tmp_path / "broken.c"
+    source.write_text("void nowhere(void); void *PyInit__C(void) { nowhere(); return 0; }")
+    library = tree / f"flashattn/_C{EXTENSION_SUFFIXES[0]}"
+    assert run("cc", "-shared", "-fPIC", source, "-o", library, cwd=tmp_path).returncode == 0
+    assert_calls_say(tree, "undefined symbol: nowhere")
+
+
+def test_doctor_is_content_with_this_installation():
+    result = run(sys.executable, "-m", "flashattn", "doctor", cwd=ROOT)
+    assert result.returncode == 0, result.output
+    assert "verdict     all is well" in result.output
+    for op in ("forward", "backward", "decode"):
+        assert f"{op:11} float64   {op}_cpu_" in result.output
+
+
+def test_explain_command():
+    call = ("explain", "--causal", "--window", "5", "-1", "--dtype", "bfloat16")
+    result = run(sys.executable, "-m", "flashattn", *call, cwd=ROOT)
+    assert result.output.startswith("forward: forward_cpu_"), result.output
+
+
+# ---- boundaries --------------------------------------------------------------------------------------------
+
+def test_nothing_crosses_the_boundaries():
+    assert list(boundaries.violations(ROOT)) == []
+
+
+@pytest.mark.parametrize("path, line, rule", [
+    ("csrc/dispatch.cpp", "#include <torch/library.h>", "torch headers"),
+    ("csrc/cpu/forward.h", "#  include <ATen/Parallel.h>", "torch headers"),
+    ("csrc/cpu/forward.h", '  asm volatile("nop");', "asm only"),
+    ("csrc/cpu/forward.h", '  __asm__("nop");', "asm only"),
+    ("csrc/sm80/fwd.cuh", "  forward_kernel<C><<<grid, block>>>(p);", "launches only"),
+    ("csrc/common/mask.h", "#define MIN(a, b) ((a) < (b) ? (a) : (b))", "function-like macro"),
+    ("csrc/common/mask.h", "#ifdef WITH_DROPOUT", "#if for features"),
+    ("csrc/common/mask.h", "#if defined(__x86_64__) && FLASHATTN_FAST", "#if for features"),
+    ("csrc/dispatch.cpp", '  if (std::getenv("FLASHATTN_FORCE")) return;', "environment"),
+    ("flashattn/functional.py", 'DEBUG = os.environ.get("FLASHATTN_DEBUG")', "environment"),
+    ("csrc/sm90/fwd.cuh", '#include "sm80/fwd.cuh"', "arch folder"),
+    ("flashattn/jit.py", 'os.environ.get("FLASHATTN_SECRET")', "FLASHATTN_SECRET is not explained"),
+    ("flashattn/jit.py", str([f"FLASHATTN_{name}" for name in "ABCDE"]), "at most 6"),
+])
+def test_a_planted_violation_is_found(tree, path, line, rule):
+    file = tree / path
+    file.parent.mkdir(exist_ok=True)
+    with file.open("a") as stream:
+        stream.write(f"\n{line}\n")
+    found = [text for text in boundaries.violations(tree) if rule in text]
+    assert len(found) == 1, found
+
+
+@pytest.mark.parametrize("path, line", [
+    ("csrc/sm80/launch.cuh", "  forward_kernel<C><<<grid, block>>>(p);"),
+    ("csrc/common/ptx.cuh", '  asm volatile("cp.async.wait_all;");'),
+    ("csrc/common/ptx.cuh", "#define FLASHATTN_CUDA_CHECK(call) check(call)"),
+    ("csrc/sm80/fwd.cuh", '#include "common/mask.h"'),
+    ("csrc/sm80/fwd.cuh", "#if defined(__CUDACC__) && __GNUC__ > 11"),
+])
+def test_what_is_allowed_is_not_found(tree, path, line):
+    file = tree / path
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(f"{line}\n")
+    assert not [text for text in boundaries.violations(tree) if text.startswith(path)]

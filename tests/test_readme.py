@@ -1,0 +1,68 @@
+"""The README is current: its table of kernels, its snippets, its links.  As a program it writes the table."""
+
+import importlib.util
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
+KERNELS = re.compile(r"(?<=<!-- kernels:begin -->\n).*?(?=<!-- kernels:end -->)", re.DOTALL)
+SNIPPETS = re.findall(r"^```python\n(.*?)^```", README.read_text(), re.DOTALL | re.MULTILINE)
+
+
+def kernel_table() -> str:
+    """csrc/instances.py as a Markdown table."""
+    spec = importlib.util.spec_from_file_location("instances", ROOT / "csrc" / "instances.py")
+    instances = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = instances                                   # dataclasses look their module up
+    spec.loader.exec_module(instances)
+    lines = [("kernel", "operation", "family", "machines", "dtypes", "head dims"), ("---",) * 6]
+    lines += [(f"`{row.name}`", row.op, row.family, ", ".join(row.machines) or "any", ", ".join(row.dtypes),
+               row.head_dims) for row in instances.ROWS]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def test_the_table_of_kernels_is_current():
+    assert KERNELS.search(README.read_text())[0] == kernel_table(), "run: python tests/test_readme.py"
+
+
+def test_the_built_kernels_are_in_the_table():
+    from flashattn import _load
+
+    rows = _load.extension().instances()
+    assert rows
+    for row in rows:
+        line = f"| `{row['name']}` | {row['op']} | {row['family']} |"
+        assert line in README.read_text()
+
+
+def test_the_snippets_run_in_order():
+    assert len(SNIPPETS) >= 6
+    names = {}
+    for snippet in SNIPPETS:
+        exec(compile(snippet, "README.md", "exec"), names)
+    assert names["y"].shape == (2, 100, 512) and names["y"].isfinite().all()
+    assert names["lengths"].tolist() == [20, 303]
+    assert names["k_cache"][1, 300:303].abs().min() > 0 and not names["k_cache"][1, 303:].any()
+    assert names["loss"].isfinite() and names["build"].path.exists()
+    assert names["model"].config._attn_implementation == "exact_attention"
+
+
+def test_the_printed_traffic_is_what_traffic_prints():
+    import flashattn
+
+    assert f"```text\n{flashattn.traffic((1, 8192, 1, 64))}\n```" in README.read_text()
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/algorithm.md", "docs/adding_a_kernel.md"])
+def test_links_lead_somewhere(page):
+    text = (ROOT / page).read_text()
+    for target in re.findall(r"\]\(([^)#]*)(?:#[^)]*)?\)", text):
+        assert target.startswith("http") or ((ROOT / page).parent / target).exists(), target
+
+
+if __name__ == "__main__":
+    README.write_text(KERNELS.sub(lambda _: kernel_table(), README.read_text()))

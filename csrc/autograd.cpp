@@ -1,6 +1,7 @@
-// Derivatives: forward's gradient is the backward operator, backward's own is double_backward (plain torch, in
-// Python).  In C++ because torch.library.register_autograd costs far more: a forward of one token that records
-// its gradient took 29 us of CPU instead of 244 us, its backward 85 us instead of 151 us (EPYC, torch 2.13).
+// Derivatives: forward's gradient is the backward operator, backward's own is double_backward (plain torch,
+// in Python).  In C++ because torch.library.register_autograd costs far more: a forward of one token that
+// records its gradient took 29 us of CPU instead of 244 us, its backward 85 us instead of 151 us (EPYC,
+// torch 2.13).
 #include <ATen/Context.h>
 #include <ATen/ops/zeros_like.h>
 #include <torch/csrc/autograd/custom_function.h>
@@ -88,11 +89,9 @@ std::vector<Tensor> call(const char* name, Stack stack) {
   const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(name, "");
   op.callBoxed(&stack);
   std::vector<Tensor> results;
-  for (const auto& result : stack) results.push_back(result.toTensor());
+  for (const auto& result : stack) results.push_back(result.isTensor() ? result.toTensor() : Tensor());
   return results;
 }
-
-Tensor some(const Tensor& x) { return x.numel() > 0 ? x : Tensor(); }
 
 using Maybe = std::optional<Tensor>;
 
@@ -103,9 +102,6 @@ struct Forward : torch::autograd::Function<Forward> {
     auto results = call.run();
     ctx->mark_non_differentiable({results[2]});
     save(ctx, call.values, {results[0], results[1]});
-    ctx->saved_data["bias_index"] = static_cast<int64_t>(*call.op.schema().argumentIndexWithName("bias"));
-    ctx->saved_data["deterministic_index"] =
-        static_cast<int64_t>(*call.op.schema().argumentIndexWithName("deterministic"));
     return results;
   }
 
@@ -113,9 +109,13 @@ struct Forward : torch::autograd::Function<Forward> {
     Saved saved(ctx, 2);
     const Tensor &out = saved.tensors[0], &lse = saved.tensors[1];
     auto& values = saved.values;
-    const bool bias_grad =
-        values[ctx->saved_data["bias_index"].toInt()].isTensor() && ctx->needs_input_grad(3);
-    auto& deterministic = values[ctx->saved_data["deterministic_index"].toInt()];
+    const auto schema = c10::Dispatcher::singleton().findSchemaOrThrow(FLASHATTN_NAMESPACE "::forward", "");
+    const auto value = [&](const char* name) -> IValue& {
+      return values[*schema.schema().argumentIndexWithName(name)];
+    };
+    constexpr size_t kBiasEdge = 3;  // after q, k and v
+    const bool bias_grad = value("bias").isTensor() && ctx->needs_input_grad(kBiasEdge);
+    IValue& deterministic = value("deterministic");
     deterministic = deterministic.toBool() || at::globalContext().deterministicAlgorithms();
     Stack stack{grads[0].defined() ? grads[0] : at::zeros_like(out),
                 values[0],
@@ -133,7 +133,12 @@ struct Forward : torch::autograd::Function<Forward> {
       at::AutoDispatchBelowADInplaceOrView below;
       result = call(FLASHATTN_NAMESPACE "::backward", std::move(stack));
     }
-    return {Tensor(), result[0], result[1], result[2], some(result[3]), some(result[4])};
+    return {Tensor(),
+            result[0],
+            result[1],
+            result[2],
+            bias_grad ? result[3] : Tensor(),
+            value("sink").isTensor() ? result[4] : Tensor()};
   }
 };
 
@@ -153,8 +158,9 @@ struct Backward : torch::autograd::Function<Backward> {
     stack.insert(stack.end(), values.begin(), values.begin() + 4);
     stack.insert(stack.end(), values.begin() + 6, values.end() - 1);
     const auto result = call(FLASHATTN_NAMESPACE "::double_backward", std::move(stack));
-    return {Tensor(),  result[0],       result[1],       result[2],
-            result[3], some(result[4]), some(result[5]), some(result[6])};
+    variable_list gradients{Tensor()};
+    gradients.insert(gradients.end(), result.begin(), result.end());
+    return gradients;
   }
 };
 
@@ -172,9 +178,6 @@ void refuse_forward_mode(const Call& call, std::initializer_list<const char*> na
 void forward(const OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
   const Call call(op, keys, stack);
   refuse_forward_mode(call, {"q", "k", "v", "bias", "sink"});
-  TORCH_CHECK_NOT_IMPLEMENTED(!call.requires_grad({"alibi_slopes"}),
-                              "alibi_slopes requires a gradient: expected "
-                              "slopes without one; pass the whole bias for a gradient");
   push(stack, call.requires_grad({"q", "k", "v", "bias", "sink"})
                   ? Forward::apply(call, *call.tensor("q"), *call.tensor("k"), *call.tensor("v"),
                                    call.tensor("bias"), call.tensor("sink"))

@@ -50,7 +50,7 @@ const std::string kDoubleBackward =
     "Tensor q, "
     "Tensor k, Tensor v, Tensor? dlse, " +
     kOptions +
-    ") -> (Tensor ddout, Tensor dq, Tensor dk, Tensor dv, Tensor ddlse, Tensor dbias, Tensor dsink)";
+    ") -> (Tensor ddout, Tensor dq, Tensor dk, Tensor dv, Tensor? ddlse, Tensor? dbias, Tensor? dsink)";
 const std::string kDecode =
     "decode(Tensor q, Tensor k_cache, Tensor? v_cache, " + kDecodeOptions + ") -> (Tensor out, Tensor lse)";
 const std::string kDecodeInPlace =
@@ -183,7 +183,7 @@ Tensor run_decode(const Tensor& q, const Tensor& k_cache, const MaybeTensor& v_c
   check_query(q, packed);
   if (packed) check_integers("cu_seqlens_q", *o.score.cu_seqlens_q, q, -1);
   TORCH_CHECK_VALUE(!packed || o.score.cu_seqlens_q->size(0) >= 1,
-                    "cu_seqlens_q is empty: expected B + 1 numbers");
+                    "cu_seqlens_q has shape [0]: expected B + 1 numbers");
   p.batch = packed ? o.score.cu_seqlens_q->size(0) - 1 : q.size(0);
   p.heads_q = q.size(-2), p.head_dim = q.size(-1);
   p.dtype = to_dtype(q.scalar_type());
@@ -191,7 +191,7 @@ Tensor run_decode(const Tensor& q, const Tensor& k_cache, const MaybeTensor& v_c
   p.seqlen_q = check_lengths("cu_seqlens_q", o.score.cu_seqlens_q, "", std::nullopt, "max_seqlen_q",
                              o.score.max_seqlen_q, q, q, p.batch);
   check_cache(p, q, k_cache, v_cache, o);
-  check_new(p, q, v_cache, k_new, v_new, o);
+  check_new(p, q, k_cache, v_cache, k_new, v_new, o);
   const Tensor lengths = check_cache_lengths(p, q, k_cache.size(0), o);
   check_rotary(p, q, o);
   check_score(p, o.score, q);

@@ -170,7 +170,7 @@ Lengths check_lengths(const char* cu_name, const MaybeTensor& cu, const char* us
   TORCH_CHECK_VALUE(!max_seqlen || *max_seqlen >= 0, max_name, " is ", *max_seqlen, ": expected at least 0");
   if (cu) {
     check_integers(cu_name, *cu, q, batch + 1);
-    TORCH_CHECK_VALUE(max_seqlen || can_read(q), max_name, " is missing: packed tensors on ", q.device(),
+    TORCH_CHECK_VALUE(max_seqlen || can_read(q), max_name, " is None: packed tensors on ", q.device(),
                       " need it, as an int");
     lengths.cu = cu->const_data_ptr<int32_t>();
     if (can_read(q)) {
@@ -264,7 +264,7 @@ void check_dropout(ForwardParams& p, const Options& o, const Tensor& q) {
                     ": expected 0 <= dropout_p < 1");
   if (o.dropout_p == 0) return;
   TORCH_CHECK_VALUE(o.seed && o.seed->numel() == 1 && o.seed->device() == q.device(), "seed is ",
-                    o.seed ? c10::str("of shape ", o.seed->sizes(), " on ", o.seed->device()) : "missing",
+                    o.seed ? c10::str("of shape ", o.seed->sizes(), " on ", o.seed->device()) : "None",
                     ": dropout needs one number on the device of q, ", q.device());
   TORCH_CHECK_TYPE(o.seed->scalar_type() == at::kLong, "seed has dtype ", o.seed->scalar_type(),
                    ": expected int64");
@@ -301,12 +301,16 @@ std::vector<int64_t> out_shape(const Tensor& q, int64_t head_dim_v) {
   return shape;
 }
 
+void check_writable(const char* name, const Tensor& x) {
+  for (int64_t dim = 0; dim < x.dim(); ++dim)
+    TORCH_CHECK_VALUE(x.size(dim) <= 1 || x.stride(dim) != 0, name, " has strides ", x.strides(),
+                      ": expected no broadcast dimension, because it is written to");
+}
+
 void check_out(const Tensor& out, const Tensor& q, int64_t head_dim_v) {
   check_like("out", out, q);
   check_shape("out", out, out_shape(q, head_dim_v), "the shape of q with Dv");
-  for (int64_t dim = 0; dim < out.dim(); ++dim)
-    TORCH_CHECK_VALUE(out.size(dim) <= 1 || out.stride(dim) != 0, "out has strides ", out.strides(),
-                      ": expected no broadcast dimension");
+  check_writable("out", out);
 }
 
 void check_statistic(const char* name, const Tensor& x, const Tensor& q) {
@@ -321,7 +325,7 @@ void check_statistic(const char* name, const Tensor& x, const Tensor& q) {
 void fill(ForwardParams& p, const Tensor& q, const Tensor& k, const Tensor& v, const Options& o) {
   const bool packed = o.cu_seqlens_q.has_value();
   TORCH_CHECK_VALUE(packed == o.cu_seqlens_k.has_value(), packed ? "cu_seqlens_k" : "cu_seqlens_q",
-                    " is missing: expected both cu_seqlens_q and cu_seqlens_k, or neither");
+                    " is None: expected both cu_seqlens_q and cu_seqlens_k, or neither");
   check_query(q, packed);
   check_like("k", k, q);
   check_like("v", v, q);
@@ -334,7 +338,8 @@ void fill(ForwardParams& p, const Tensor& q, const Tensor& k, const Tensor& v, c
   TORCH_CHECK_VALUE(packed || k.size(0) == q.size(0), "k has batch ", packed ? 0 : k.size(0),
                     ": expected that of q, ", q.size(0));
   if (packed) check_integers("cu_seqlens_q", *o.cu_seqlens_q, q, -1);
-  TORCH_CHECK_VALUE(!packed || o.cu_seqlens_q->size(0) >= 1, "cu_seqlens_q is empty: expected B + 1 numbers");
+  TORCH_CHECK_VALUE(!packed || o.cu_seqlens_q->size(0) >= 1,
+                    "cu_seqlens_q has shape [0]: expected B + 1 numbers");
   p.batch = packed ? o.cu_seqlens_q->size(0) - 1 : q.size(0);
   p.heads_q = q.size(-2), p.heads_k = k.size(-2), p.head_dim = q.size(-1), p.head_dim_v = v.size(-1);
   p.dtype = to_dtype(q.scalar_type());
@@ -400,13 +405,15 @@ void check_cache(DecodeParams& p, const Tensor& q, const Tensor& k_cache, const 
   }
 }
 
-void check_new(DecodeParams& p, const Tensor& q, const MaybeTensor& v_cache, const MaybeTensor& k_new,
-               const MaybeTensor& v_new, const DecodeOptions& o) {
-  TORCH_CHECK_VALUE(k_new || !v_new, "k_new is missing: expected it with v_new");
+void check_new(DecodeParams& p, const Tensor& q, const Tensor& k_cache, const MaybeTensor& v_cache,
+               const MaybeTensor& k_new, const MaybeTensor& v_new, const DecodeOptions& o) {
+  TORCH_CHECK_VALUE(k_new || !v_new, "k_new is None: expected it with v_new");
   if (!k_new) return;
-  TORCH_CHECK_VALUE(v_new.has_value() == v_cache.has_value(), "v_new is ", v_new ? "given" : "missing",
+  TORCH_CHECK_VALUE(v_new.has_value() == v_cache.has_value(), "v_new is ", v_new ? "given" : "None",
                     ": expected it exactly when v_cache is given");
-  TORCH_CHECK_VALUE(o.cache_seqlens, "cache_seqlens is missing: k_new needs it");
+  TORCH_CHECK_VALUE(o.cache_seqlens, "cache_seqlens is None: k_new needs it");
+  check_writable("k_cache", k_cache);
+  if (v_cache) check_writable("v_cache", *v_cache);
   const bool packed = q.dim() == 3;
   check_like("k_new", *k_new, q);
   p.new_rows = packed ? q.size(0) : k_new->dim() == 4 ? k_new->size(1) : -1;
@@ -464,7 +471,7 @@ Tensor check_cache_lengths(DecodeParams& p, const Tensor& q, int64_t pages, cons
 void check_rotary(DecodeParams& p, const Tensor& q, const DecodeOptions& o) {
   TORCH_CHECK_VALUE(o.rotary_cos.has_value() == o.rotary_sin.has_value(),
                     o.rotary_cos ? "rotary_sin" : "rotary_cos",
-                    " is missing: expected both rotary_cos and rotary_sin, or neither");
+                    " is None: expected both rotary_cos and rotary_sin, or neither");
   if (!o.rotary_cos) return;
   const Tensor &cos = *o.rotary_cos, &sin = *o.rotary_sin;
   check_parameter("rotary_cos", cos, q);

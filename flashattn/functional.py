@@ -93,6 +93,7 @@ def forward(
         NotImplementedError: a combination that no kernel serves; ``flashattn.explain`` says why.
     """
     ops = _load.ops()
+    _refuse_slope_gradient(alibi_slopes)
     q, k, v, bias, sink = _autocast(q, (q, k, v), (bias, sink))
     left, right = _window(window)
     if dropout_p == 0.0:
@@ -162,6 +163,7 @@ def backward(
         ValueError, TypeError, NotImplementedError: as :func:`forward`.
     """
     ops = _load.ops()
+    _refuse_slope_gradient(alibi_slopes)
     left, right = _window(window)
     if dropout_p == 0.0:
         seed = None
@@ -248,9 +250,13 @@ def decode(
     ops = _load.ops()
     q, k_new, v_new, sink = _autocast(q, (q, k_new, v_new), (sink,))
     left, right = _window(window)
-    if isinstance(cache_seqlens, int):
+    if cache_seqlens is not None and not isinstance(cache_seqlens, Tensor):
         batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
-        cache_seqlens = torch.full((batch,), cache_seqlens, dtype=torch.int32, device=q.device)
+        length = _integer("cache_seqlens", cache_seqlens, 32)
+        cache_seqlens = torch.full((batch,), length, dtype=torch.int32, device=q.device)
+    if v_cache is None and (v_head_dim is None or v_head_dim < 1):
+        raise ValueError(f"v_head_dim is {v_head_dim}, v_cache is None: expected v_cache, or v_head_dim from 1 "
+                         "to the head dim of k_cache")
     options = (cache_seqlens, page_table, cache_batch_idx, leftpad, rotary_cos, rotary_sin,
                rotary_interleaved, v_head_dim, num_splits, batch_invariant, causal, left, right, softcap,
                alibi_slopes, sink, scale, cu_seqlens_q, max_seqlen_q)
@@ -261,10 +267,11 @@ def decode(
             result = out
             if result is None:
                 width = v_head_dim if v_cache is None else v_cache.shape[-1]
-                result = q.new_zeros((*q.shape[:-1], q.shape[-1] if width is None else width))
+                result = q.new_zeros((*q.shape[:-1], width))
             lse = ops.decode_(q, k_cache, v_cache, k_new, v_new, result, *options)
-    if _requires_grad(q, k_cache, v_cache, k_new, v_new):
-        result, lse = _InferenceOnly.apply(q, result, lse)
+    inputs = (q, k_cache, v_cache, k_new, v_new, alibi_slopes, sink)
+    if _requires_grad(*inputs):
+        result, lse = _InferenceOnly.apply(result, lse, *inputs)
     return (result, lse) if return_lse else result
 
 
@@ -284,9 +291,9 @@ def merge(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
     Raises:
         ValueError, TypeError: shapes or dtypes do not fit.
     """
-    if outs.dim() != 5 or lses.dim() != 4 or lses.shape != (*outs.shape[:2], outs.shape[3], outs.shape[2]):
+    if outs.dim() != 5 or outs.shape[0] == 0 or lses.shape != (*outs.shape[:2], outs.shape[3], outs.shape[2]):
         raise ValueError(f"outs of shape {tuple(outs.shape)} and lses of shape {tuple(lses.shape)}: expected "
-                         "(n, B, S, H, Dv) and (n, B, H, S)")
+                         "(n, B, S, H, Dv) and (n, B, H, S) with n >= 1")
     if not outs.is_floating_point() or lses.dtype not in (torch.float32, torch.float64):
         raise TypeError(f"outs of dtype {outs.dtype} and lses of dtype {lses.dtype}: expected a floating "
                         "dtype and float32 or float64")
@@ -305,7 +312,7 @@ class _InferenceOnly(torch.autograd.Function):
     """Marks results that have no gradient, so that asking for one is an error and not a silent zero."""
 
     @staticmethod
-    def forward(ctx, _, result, lse):
+    def forward(ctx, result, lse, *inputs):
         return result.view_as(result), lse.view_as(lse)
 
     @staticmethod
@@ -321,7 +328,7 @@ def _autocast(q: Tensor, cast: tuple[Tensor | None, ...], keep_float32: tuple[Te
     float32.
     """
     device = q.device.type
-    if not torch.is_autocast_enabled(device):
+    if device == "meta" or not torch.is_autocast_enabled(device):
         return *cast, *keep_float32
     dtype = torch.get_autocast_dtype(device)
 
@@ -337,7 +344,7 @@ def _window(window: Window) -> tuple[int, int]:
         return -1, -1
     if isinstance(window, int) or len(window) != 2:
         raise ValueError(f"window={window!r}: expected None or (left, right)")
-    left, right = (-1 if side is None else side for side in window)
+    left, right = (-1 if side is None else _integer("window", side, 64) for side in window)
     if left < -1 or right < -1:
         raise ValueError(f"window={tuple(window)}: each side is a number of keys >= 0, or None or -1 for no "
                          "limit")
@@ -347,7 +354,21 @@ def _window(window: Window) -> tuple[int, int]:
 def _seed(seed: int | None, device: torch.device) -> Tensor:
     if seed is None:
         return torch.randint(0, 2**63 - 1, (1,), dtype=torch.int64, device=device)
-    return torch.full((1,), seed, dtype=torch.int64, device=device)
+    return torch.full((1,), _integer("seed", seed, 64), dtype=torch.int64, device=device)
+
+
+def _integer(name: str, value: int, bits: int) -> int:
+    if not hasattr(value, "__index__"):
+        raise TypeError(f"{name} has {value!r}: expected an int")
+    if not -2 ** (bits - 1) <= value < 2 ** (bits - 1):
+        raise ValueError(f"{name} has {value}: expected a number of int{bits}")
+    return value
+
+
+def _refuse_slope_gradient(alibi_slopes: Tensor | None) -> None:
+    if _requires_grad(alibi_slopes):
+        raise NotImplementedError("alibi_slopes requires a gradient, which is not implemented: expected slopes "
+                                  "without one; pass their product with the distances as a bias")
 
 
 def _requires_grad(*tensors: Tensor | None) -> bool:

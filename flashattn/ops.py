@@ -16,6 +16,15 @@ OPTIONS = (
     "dropout_p", "seed", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "seqused_q",
     "seqused_k", "deterministic", "batch_invariant",
 )
+DECODE_OPTIONS = (
+    "cache_seqlens", "page_table", "cache_batch_idx", "leftpad", "rotary_cos", "rotary_sin",
+    "rotary_interleaved", "v_head_dim", "num_splits", "batch_invariant", "causal", "window_left",
+    "window_right", "softcap", "alibi_slopes", "sink", "scale", "cu_seqlens_q", "max_seqlen_q",
+)
+DECODE_TENSOR_OPTIONS = (
+    "cache_seqlens", "page_table", "cache_batch_idx", "leftpad", "rotary_cos", "rotary_sin", "alibi_slopes",
+    "sink", "cu_seqlens_q",
+)
 TENSOR_OPTIONS = (
     "alibi_slopes", "bias", "mask", "sink", "seed", "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k",
 )
@@ -54,11 +63,12 @@ def _double_backward(ddq, ddk, ddv, ddbias, ddsink, dout, q, k, v, dlse, *option
     second = iter(torch.autograd.grad([grad for grad, _ in pairs], [t for t in tensors if t is not None],
                                       [seed for _, seed in pairs], create_graph=create_graph,
                                       materialize_grads=True))
-    return tuple(q.new_empty(0) if t is None else next(second) for t in tensors)
+    return tuple(None if t is None else next(second) for t in tensors)
 
 
 def _differentiable(t: Tensor | None) -> Tensor | None:
-    return t if t is None or t.requires_grad else t.detach().requires_grad_()
+    """An alias of its own, so that a gradient with respect to it leaves out how t depends on the others."""
+    return t if t is None else t.view_as(t) if t.requires_grad else t.detach().requires_grad_()
 
 
 # ---- fake kernels: shapes and dtypes of the results ----------------------------------------------------
@@ -107,11 +117,12 @@ def _contiguous_like(t: Tensor) -> Tensor:
 
 
 def _fake_decode(q, k_cache, v_cache, *options):
-    width = options[7] if v_cache is None else v_cache.shape[-1]
-    _one_device(q, k_cache=k_cache, v_cache=v_cache)
+    named = dict(zip(DECODE_OPTIONS, options, strict=True))
+    _one_device(q, k_cache=k_cache, v_cache=v_cache, **{name: named[name] for name in DECODE_TENSOR_OPTIONS})
+    width = named["v_head_dim"] if v_cache is None else v_cache.shape[-1]
     return q.new_empty((*q.shape[:-1], width)), _statistic(q)
 
 
 def _fake_decode_in_place(q, k_cache, v_cache, k_new, v_new, out, *options):
-    _one_device(q, k_cache=k_cache, v_cache=v_cache, k_new=k_new, v_new=v_new, out=out)
-    return _statistic(q)
+    _one_device(q, k_new=k_new, v_new=v_new, out=out)
+    return _fake_decode(q, k_cache, v_cache, *options)[1]

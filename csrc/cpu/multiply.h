@@ -11,15 +11,17 @@ namespace {
 constexpr int kBlock =
     kVectorRegisters == 16 ? 6 : 8;  // rows of accumulators, two vectors each, that fit in registers
 
-// c[r][lane] = (accumulate ? c : 0) + sum_d rows[r][d] * panel[d][lane]
+constexpr int64_t kDepth = 64;  // terms that are added one after the other; longer sums are sums of such sums
+
+// c[r][lane] = (accumulate ? c : 0) + sum_d rows[r][first + d] * panel[d][lane]
 template <class T, int R>
-inline void rows_block(const T* const* rows, const T* panel, int64_t panel_stride, int64_t depth, T* c,
-                       int64_t c_stride, bool accumulate) {
+inline void rows_block(const T* const* rows, int64_t first, const T* panel, int64_t panel_stride,
+                       int64_t depth, T* c, int64_t c_stride, bool accumulate) {
   const T* row[R];
   Vector<T> sum[R][2];
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r) {
-    row[r] = rows[r];
+    row[r] = rows[r] + first;
     sum[r][0] = sum[r][1] = Vector<T>{};
   }
   for (int64_t d = 0; d < depth; ++d, panel += panel_stride) {
@@ -66,7 +68,9 @@ template <class T, int R = kBlock>
 inline void rows_by_panel(const T* const* rows, int64_t count, const T* panel, int64_t panel_stride,
                           int64_t depth, T* c, int64_t c_stride, bool accumulate) {
   for (; count >= R; count -= R, rows += R, c += R * c_stride)
-    rows_block<T, R>(rows, panel, panel_stride, depth, c, c_stride, accumulate);
+    for (int64_t d = 0; d < depth; d += kDepth)
+      rows_block<T, R>(rows, d, panel + d * panel_stride, panel_stride, std::min(kDepth, depth - d), c,
+                       c_stride, accumulate || d > 0);
   if constexpr (R > 1)
     if (count > 0) rows_by_panel<T, R - 1>(rows, count, panel, panel_stride, depth, c, c_stride, accumulate);
 }

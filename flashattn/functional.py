@@ -255,8 +255,8 @@ def decode(
         length = _integer("cache_seqlens", cache_seqlens, 32)
         cache_seqlens = torch.full((batch,), length, dtype=torch.int32, device=q.device)
     if v_cache is None and (v_head_dim is None or v_head_dim < 1):
-        raise ValueError(f"v_head_dim is {v_head_dim}, v_cache is None: expected v_cache, or v_head_dim from 1 "
-                         "to the head dim of k_cache")
+        raise ValueError(f"v_head_dim is {v_head_dim} and v_cache None: expected v_cache, or v_head_dim from 1 "
+                         f"to the head dim of k_cache, {k_cache.shape[-1]}")
     options = (cache_seqlens, page_table, cache_batch_idx, leftpad, rotary_cos, rotary_sin,
                rotary_interleaved, v_head_dim, num_splits, batch_invariant, causal, left, right, softcap,
                alibi_slopes, sink, scale, cu_seqlens_q, max_seqlen_q)

@@ -337,7 +337,7 @@ DECODE = [Row(*row) for row in [
      "k_cache", "stride|overlap", OWN),
     ("v_cache None", cache, lambda: {"v_cache": None}, V, "v_head_dim", "None", "v_cache"),
     ("v_head_dim beyond D", mla, lambda: {"v_head_dim": 9}, V, "v_head_dim", r"\b9\b", r"\b8\b"),
-    ("v_head_dim negative", mla, lambda: {"v_head_dim": -1}, V, "v_head_dim", "-1", r"\b8\b"),
+    ("v_head_dim negative", mla, lambda: {"v_head_dim": -1}, V, "v_head_dim", "-1", r"\b8\b|head dim"),
     ("v_head_dim not of v_cache", append, lambda: {"v_head_dim": 5}, V, "v_head_dim", r"\b5\b",
      r"\b6\b|v_cache"),
     # lengths

@@ -59,14 +59,13 @@ def forward(
     for b, (rows, keys) in enumerate(zip(q_rows, k_rows)):
         at_q, at_k = (rows, keys) if packed else ((b, rows), (b, keys))
         len_q, len_k = rows.stop - rows.start, keys.stop - keys.start
-        o, l, m = _attend(
+        out[at_q], lse[at_q], largest = _attend(
             q[at_q].to(dtype), k[at_k].to(dtype), v[at_k].to(dtype),
             causal=causal, window=window, scale=scale, softcap=softcap, slopes=_slopes(alibi_slopes, b),
             bias=_matrix(bias, b, len_q, len_k), mask=_matrix(mask, b, len_q, len_k), sink=sink,
             dropped=~kept[b, :, :len_q, :len_k] if dropout_p else None,
             keep_scale=65536 / _threshold(dropout_p))
-        out[at_q], lse[at_q] = o, l
-        max_logit = torch.maximum(max_logit, m)
+        max_logit = torch.maximum(max_logit, largest)
     return out, lse.movedim(-1, 0 if packed else 1), max_logit
 
 
@@ -162,7 +161,7 @@ def decode(
         len_k = lengths[b] + (0 if k_new is None else len(k_new[rows if packed else b]))
         q_b = q[at].to(dtype)
         if rotary_cos is not None:
-            relative = causal or window is not None
+            relative = causal or any(side not in (None, -1) for side in window or ())
             positions = torch.arange(len_q, device=q.device) + len_k - len_q if relative else \
                 torch.full((len_q,), lengths[b], device=q.device)
             q_b = _rotate(q_b, positions, rotary_cos, rotary_sin, rotary_interleaved)

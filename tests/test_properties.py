@@ -25,10 +25,12 @@ DIMS = st.one_of(st.integers(1, 20), st.sampled_from([24, 31, 32, 33, 40, 64]))
 HEADS = st.tuples(st.integers(1, 3), st.sampled_from([1, 1, 2, 3, 4]))  # KV heads, query heads of each
 SIDES = st.one_of(st.none(), st.just(-1), st.integers(0, 10))
 LAYOUTS = st.sampled_from(DISTINCT + REPEATED)
+# Equal keys or equal values make gradients that are exactly 0, so that only rounding would be compared.
+TRAINED_LAYOUTS = LAYOUTS.filter(lambda layout: layout != "one row")
 
 
 @st.composite
-def attention(draw) -> dict:
+def attention(draw, kv_layouts=LAYOUTS) -> dict:
     """A description of a call of flashattn.forward."""
     packed, batch = draw(st.booleans()), draw(st.integers(0, 3))
     lengths = st.lists(LENGTHS, min_size=batch, max_size=batch)
@@ -43,7 +45,7 @@ def attention(draw) -> dict:
         "margins": draw(st.tuples(st.integers(0, 2), st.integers(0, 2))),
         "heads": draw(HEADS),
         "dims": (dim, draw(st.just(dim) | DIMS)),
-        "layouts": draw(st.tuples(LAYOUTS, LAYOUTS, LAYOUTS)),
+        "layouts": draw(st.tuples(LAYOUTS, kv_layouts, kv_layouts)),
         "bias": draw(broadcast), "bias is float32": draw(st.booleans()),
         "mask": draw(broadcast),
         "alibi": draw(st.sampled_from([None, "head", "batch and head"])),
@@ -132,7 +134,7 @@ def test_forward(case):
 
 
 @CI
-@given(attention(), st.booleans())
+@given(attention(TRAINED_LAYOUTS), st.booleans())
 def test_backward(case, lse_grad):
     tensors, options = build(case)
     check_backward(*tensors, **options, lse_grad=lse_grad)
@@ -215,7 +217,8 @@ def build_decode(case: dict) -> tuple[tuple[torch.Tensor, ...], dict]:
         t = torch.full((*shape, kv_heads, columns), math.nan, dtype=dtype)
         for b in range(batch):
             at = tuple(index[pads[b]: lengths[b]] for index in slots[b])
-            t[at] = randn(len(at[0]), kv_heads, columns, dtype=dtype)
+            # Values around 1: a mean of hundreds of them does not cancel to the size of its rounding error.
+            t[at] = randn(len(at[0]), kv_heads, columns, dtype=dtype) + len(caches)
         layout = next(layouts)
         caches.append(laid_out(t, layout if layout in DISTINCT else "contiguous"))
     if case["mla"]:

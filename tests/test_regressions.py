@@ -10,12 +10,12 @@ import math
 
 import pytest
 import torch
+from cases import DTYPES, NAN, dense, eye, ints, offsets, packed
+from compare import assert_identical, check_backward
 from torch.utils.checkpoint import checkpoint
 
 import flashattn
 from flashattn import reference
-from cases import DTYPES, NAN, dense, eye, ints, offsets, packed
-from compare import assert_close_2x, assert_identical, check_backward, check_forward
 
 HALF = (torch.bfloat16, torch.float16)
 LN2, LN5 = math.log(2), math.log(5)

@@ -1,7 +1,6 @@
 #include "dispatch.h"
 
 #include <algorithm>
-#include <stdexcept>
 
 namespace flashattn {
 
@@ -44,22 +43,29 @@ std::string why_not(const Instance<Params>& instance, const Problem& problem) {
 }
 
 template <class Params>
-const Instance<Params>& select(const Problem& problem) {
-  std::string reasons;
-  for (const auto& instance : instances<Params>()) {
-    const std::string reason = why_not(instance, problem);
-    if (reason.empty()) return instance;
-    reasons += std::string("\n  ") + instance.name + ": " + reason;
-  }
-  throw std::runtime_error("no kernel serves this call:" + reasons);
+const Instance<Params>* select(const Problem& problem) {
+  for (const auto& instance : instances<Params>())
+    if (why_not(instance, problem).empty()) return &instance;
+  return nullptr;
+}
+
+template <class Params>
+std::string refusals(const Problem& problem) {
+  std::string lines;
+  for (const auto& instance : instances<Params>())
+    lines += std::string("\n  ") + instance.name + ": " + why_not(instance, problem);
+  return lines;
 }
 
 template std::string why_not(const Instance<ForwardParams>&, const Problem&);
 template std::string why_not(const Instance<BackwardParams>&, const Problem&);
 template std::string why_not(const Instance<DecodeParams>&, const Problem&);
-template const Instance<ForwardParams>& select(const Problem&);
-template const Instance<BackwardParams>& select(const Problem&);
-template const Instance<DecodeParams>& select(const Problem&);
+template const Instance<ForwardParams>* select(const Problem&);
+template const Instance<BackwardParams>* select(const Problem&);
+template const Instance<DecodeParams>* select(const Problem&);
+template std::string refusals<ForwardParams>(const Problem&);
+template std::string refusals<BackwardParams>(const Problem&);
+template std::string refusals<DecodeParams>(const Problem&);
 
 Splits decode_splits(int64_t tiles, int64_t longest_k, int64_t processors, int64_t wanted,
                      bool batch_invariant) {

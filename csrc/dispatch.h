@@ -43,9 +43,13 @@ const std::vector<Instance<DecodeParams>>& instances<DecodeParams>();
 template <class Params>
 std::string why_not(const Instance<Params>& instance, const Problem& problem);
 
-// The first row that fits; throws std::runtime_error with every row's reason when none does.
+// The first row that fits, null when none does.
 template <class Params>
-const Instance<Params>& select(const Problem& problem);
+const Instance<Params>* select(const Problem& problem);
+
+// Every row and why it does not fit, a line each.
+template <class Params>
+std::string refusals(const Problem& problem);
 
 // Only rows of this family serve from now on; empty: any.
 void force_family(const std::string& family);

@@ -18,8 +18,7 @@ namespace {
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
-// ---- schemas
-// -------------------------------------------------------------------------------------------------------
+// ---- schemas ------------------------------------------------------------------------------------
 
 const std::string kOptions =
     "float? scale, float softcap, bool causal, SymInt window_left, SymInt window_right, Tensor? "
@@ -58,16 +57,17 @@ const std::string kDecodeInPlace =
     "out, " +
     kDecodeOptions + ") -> Tensor lse";
 
-// ---- launch
-// --------------------------------------------------------------------------------------------------------
+// ---- launch -------------------------------------------------------------------------------------
 
 template <class Params>
 void launch(Params& p, const Tensor& q) {
-  const auto& instance = select<Params>({Device::cpu, cpu_level(), p.dtype});
+  const Problem problem{Device::cpu, cpu_level(), p.dtype};
+  const auto* instance = select<Params>(problem);
+  TORCH_CHECK_NOT_IMPLEMENTED(instance, "no kernel serves this call:", refusals<Params>(problem));
   const double work =
       static_cast<double>(p.seqlen_q.total) * p.heads_q * p.seqlen_k.rows * (p.head_dim + p.head_dim_v);
   constexpr double kWorthThreads = 1 << 18;  // multiply-adds that cost more than waking the threads
-  Workspace need = instance.workspace(p);
+  Workspace need = instance->workspace(p);
   need.threads = work < kWorthThreads ? 1 : at::get_num_threads();
   constexpr int64_t kAlign = 64;
   const int64_t shared = (need.shared_bytes + kAlign - 1) / kAlign * kAlign;
@@ -75,11 +75,10 @@ void launch(Params& p, const Tensor& q) {
   need.shared = bytes.data_ptr();
   need.private_data = static_cast<char*>(need.shared) + shared;
   p.workspace = need;
-  instance.launch(p);
+  instance->launch(p);
 }
 
-// ---- operators
-// -----------------------------------------------------------------------------------------------------
+// ---- operators ----------------------------------------------------------------------------------
 
 Tensor new_tensor(const Tensor& q, at::IntArrayRef shape, at::ScalarType type, bool zero) {
   const auto options = q.options().dtype(type);

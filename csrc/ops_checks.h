@@ -19,8 +19,7 @@ using at::Tensor;
 using MaybeTensor = std::optional<Tensor>;
 using Stack = torch::jit::Stack;
 
-// ---- arguments
-// -----------------------------------------------------------------------------------------------------
+// ---- arguments ----------------------------------------------------------------------------------
 
 class Reader {
  public:
@@ -91,8 +90,7 @@ DecodeOptions read_decode_options(Reader& read) {
   return o;
 }
 
-// ---- checks
-// --------------------------------------------------------------------------------------------------------
+// ---- checks -------------------------------------------------------------------------------------
 
 DType to_dtype(at::ScalarType type) {
   switch (type) {
@@ -272,8 +270,7 @@ void check_dropout(ForwardParams& p, const Options& o, const Tensor& q) {
   p.dropout.seed = o.seed->const_data_ptr<int64_t>();
 }
 
-// ---- parameters
-// ----------------------------------------------------------------------------------------------------
+// ---- parameters ---------------------------------------------------------------------------------
 
 Tensor4 view(const Tensor& x) {
   const bool packed = x.dim() == 3;
@@ -352,8 +349,7 @@ void fill(ForwardParams& p, const Tensor& q, const Tensor& k, const Tensor& v, c
   check_dropout(p, o, q);
 }
 
-// ---- decode
-// --------------------------------------------------------------------------------------------------------
+// ---- decode -------------------------------------------------------------------------------------
 
 void check_cache(DecodeParams& p, const Tensor& q, const Tensor& k_cache, const MaybeTensor& v_cache,
                  const DecodeOptions& o) {

@@ -227,8 +227,8 @@ def decode(
         k_new, v_new: (B, Snew, Hk, D or Dv), or packed with cu_seqlens_q like q: written to the cache in
             place at ``cache_seqlens ..``, and visible to this call.  Nothing else of the cache is written.
         rotary_cos, rotary_sin: (positions, R / 2), dtype of q or float32, R <= D: rotate the first R columns
-            of k_new (at its position in the cache) and of q (at ``i + Sk - Sq``; all at cache_seqlens when
-            neither causal nor window is given) before use (Su et al. 2021).
+            of k_new (at its position in the cache) and of q (at ``i + Sk - Sq`` but not below 0; all at
+            cache_seqlens when neither causal nor window is given) before use (Su et al. 2021).
         rotary_interleaved: pairs are columns (2c, 2c + 1); otherwise (c, c + R / 2).
         num_splits: parts that the keys are divided into; 0 chooses from the shapes and the device.
         batch_invariant: a fixed split length in keys, so that no result depends on the batch, to the bit.
@@ -255,8 +255,8 @@ def decode(
         length = _integer("cache_seqlens", cache_seqlens, 32)
         cache_seqlens = torch.full((batch,), length, dtype=torch.int32, device=q.device)
     if v_cache is None and (v_head_dim is None or v_head_dim < 1):
-        raise ValueError(f"v_head_dim is {v_head_dim} and v_cache None: expected v_cache, or v_head_dim from 1 "
-                         f"to the head dim of k_cache, {k_cache.shape[-1]}")
+        raise ValueError(f"v_head_dim is {v_head_dim} and v_cache None: expected v_cache, or v_head_dim from "
+                         f"1 to the head dim of k_cache, {k_cache.shape[-1]}")
     options = (cache_seqlens, page_table, cache_batch_idx, leftpad, rotary_cos, rotary_sin,
                rotary_interleaved, v_head_dim, num_splits, batch_invariant, causal, left, right, softcap,
                alibi_slopes, sink, scale, cu_seqlens_q, max_seqlen_q)
@@ -367,8 +367,8 @@ def _integer(name: str, value: int, bits: int) -> int:
 
 def _refuse_slope_gradient(alibi_slopes: Tensor | None) -> None:
     if _requires_grad(alibi_slopes):
-        raise NotImplementedError("alibi_slopes requires a gradient, which is not implemented: expected slopes "
-                                  "without one; pass their product with the distances as a bias")
+        raise NotImplementedError("alibi_slopes requires a gradient, which is not implemented: expected "
+                                  "slopes without one; pass their product with the distances as a bias")
 
 
 def _requires_grad(*tensors: Tensor | None) -> bool:

@@ -162,7 +162,7 @@ def decode(
         q_b = q[at].to(dtype)
         if rotary_cos is not None:
             relative = causal or any(side not in (None, -1) for side in window or ())
-            positions = torch.arange(len_q, device=q.device) + len_k - len_q if relative else \
+            positions = (torch.arange(len_q, device=q.device) + len_k - len_q).clamp(min=0) if relative else \
                 torch.full((len_q,), lengths[b], device=q.device)
             q_b = _rotate(q_b, positions, rotary_cos, rotary_sin, rotary_interleaved)
         read = slots(b, torch.arange(first_keys[b], max(first_keys[b], len_k), device=q.device))

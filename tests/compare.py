@@ -99,10 +99,11 @@ def check_backward(
     grads = torch.autograd.grad(results, list(leaves.values()), (dout, dlse)[:len(results)])
     oracle = reference.backward(dout, q, k, v, dlse=dlse, **semantic)
     plain = reference.backward(dout, q, k, v, dlse=dlse, **semantic, dtype=q.dtype)
-    cancelled = _cancellation(dout, oracle_out, q, k, options.get("scale"))
+    cancelled = _cancellation(dout, oracle_out, q, k, v, semantic)
     restored = 2 * _score_rounding(lse, oracle_lse)                      # P is exp(S - LSE), both rounded
-    for name, grad, wanted, baseline in zip(leaves, grads, _given(oracle), _given(plain)):
-        floor = cancelled[name] + restored * _largest(wanted)
+    for name, grad, *others in zip(leaves, grads, *map(_given, (oracle, plain, cancelled))):
+        wanted, baseline, noise = others
+        floor = _largest(noise) + restored * _largest(wanted)
         assert_close_2x(grad, wanted, baseline.to(leaves[name].dtype), f"d{name}", floor=floor)
     return out, lse, *grads
 
@@ -161,22 +162,18 @@ def _score_rounding(lse: Tensor, largest: Tensor) -> float:
     return torch.finfo(lse.dtype).eps / 2 * _largest(largest)
 
 
-def _cancellation(dout: Tensor, out: Tensor, q: Tensor, k: Tensor, scale: float | None) -> dict[str, float]:
-    """What rounding leaves of gradients that are exactly 0, for instance where each row sees one key.
+def _cancellation(dout, out, q, k, v, semantic) -> tuple[Tensor | None, ...]:
+    """What rounding may leave of gradients that cancel, for instance where each row sees one key.
 
     The score gradient is ``P (dP - delta)`` with ``delta = sum(dout * out)`` over Dv.  Rounding errors of out
     reach delta, as random ones do, in the root of the sum of squares; those of the running sum grow with the
-    root of Dv.  A row has one such error: dq sums it with weights P over the keys; dk, dbias and dsink sum
-    over the rows.
+    root of Dv.  An error of delta acts as a gradient of the LSE does, so that is how it is carried on.
     """
     eps_out, eps_sum = torch.finfo(q.dtype).eps, torch.finfo(_statistics_dtype(q)).eps
-    noise = eps_out + eps_sum * math.sqrt(out.shape[-1]) / 2
-    noise *= _largest((dout.double() * out).nan_to_num(0, 0, 0).norm(dim=-1))
-    scale = 1 / math.sqrt(max(q.shape[-1], 1)) if scale is None else abs(scale)
-    q_rows = q.double().nan_to_num(0, 0, 0).flatten(0, -2)
-    rows = math.sqrt(len(q_rows))
-    return {"q": noise * scale * _largest(k), "k": noise * scale * _largest(q_rows.norm(dim=0)),
-            "v": 0.0, "bias": noise * rows, "sink": noise * rows}
+    noise = (dout.double() * out).nan_to_num(0, 0, 0).norm(dim=-1).movedim(-1, 1 if q.dim() == 4 else 0)
+    noise = noise * (eps_out + eps_sum * math.sqrt(out.shape[-1]) / 2)
+    noise = torch.where(torch.rand_like(noise) < 0.5, noise, -noise)
+    return reference.backward(torch.zeros_like(dout), q, k, v, dlse=noise, **semantic)
 
 
 def _error(ours: Tensor, oracle: Tensor, name: str) -> float:

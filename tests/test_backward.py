@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from cases import DTYPES, NAN, OPTIONS, cpu_families, dense, ints, offsets, packed
-from compare import assert_identical, check_backward
 
 import flashattn
+from cases import DTYPES, NAN, OPTIONS, cpu_families, dense, ints, offsets, packed
+from compare import assert_identical, check_backward
 
 LENGTHS = ((1, 1), (1, 200), (200, 1), (3, 130), (64, 64), (65, 63), (130, 257), (257, 130))
 

@@ -349,6 +349,13 @@ def test_rotary_of_odd_head_dim(device):
         check_decode(**arguments, rotary_cos=cos, rotary_sin=sin, rotary_interleaved=interleaved, causal=True)
 
 
+def test_rotary_of_queries_before_the_first_key(device):
+    """More queries than keys: positions below 0 count as 0."""
+    q, k, v = (torch.randn(1, rows, 1, 8, device=device) for rows in (5, 2, 2))
+    cos, sin = torch.randn(2, 2, 4, device=device)
+    check_decode(q, k, v, window=(None, 3), rotary_cos=cos, rotary_sin=sin)
+
+
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_rotary_scores_depend_on_distance(interleaved, device):
     """Rotated by true cosines and sines, a score depends on positions only through their difference."""

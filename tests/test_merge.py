@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import flashattn
-from flashattn import reference
 from compare import assert_close_2x
+from flashattn import reference
 
 SHAPE = (2, 5, 3, 4)                                         # B, S, H, Dv
 

@@ -9,6 +9,7 @@ import random
 
 import pytest
 import torch
+
 from cases import dense, ints, packed
 from compare import check_backward
 

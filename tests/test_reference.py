@@ -9,9 +9,9 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+
 from cases import NAN, dense, ints, offsets, packed
 from compare import assert_identical
-
 from flashattn import reference
 
 F64 = torch.float64

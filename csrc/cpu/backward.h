@@ -44,7 +44,8 @@ struct QuerySums {
 template <class T>
 struct BackwardScratch {
   int64_t width, width_v;  // columns rounded up to whole panels
-  T *k, *v, *dk, *dv, *q_rows, *dout_rows, *q, *dout, *scores, *slopes, *dscores, *factors, *row, *zeros;
+  T *k, *v, *dk, *dv, *q_rows, *dout_rows, *q, *dout, *scores, *slopes, *dscores, *factors, *row, *zeros,
+      *dbias;
 
   BackwardScratch(const BackwardParams& p, Arena& arena)
       : width(divide_up(p.head_dim, kPanel<T>) * kPanel<T>),
@@ -62,7 +63,8 @@ struct BackwardScratch {
         dscores(arena.take<T>(kKeys * kPanel<T>)),
         factors(arena.take<T>(kKeys * kPanel<T>)),
         row(arena.take<T>(kKeys)),
-        zeros(arena.take<T>(p.head_dim)) {
+        zeros(arena.take<T>(p.head_dim)),
+        dbias(arena.take<T>(kKeys)) {
     if (!arena.data) return;
     std::fill(q_rows, q_rows + kPanel<T> * width, T{0});
     std::fill(dout_rows, dout_rows + kPanel<T> * width_v, T{0});
@@ -71,13 +73,32 @@ struct BackwardScratch {
 };
 
 template <class T>
+inline T* dbias_row(const SequenceView& view, const BackwardParams& p, int64_t head, int64_t query) {
+  return static_cast<T*>(p.dbias.data) + view.batch * p.dbias.batch + head * p.dbias.head +
+         query * p.dbias.row;
+}
+
+// Do all rows of the sequence and KV head add to one row of dbias?
+inline bool dbias_is_one_row(const SequenceView& view, const BackwardParams& p) {
+  return p.dbias.row == 0 && (p.dbias.head == 0 || view.group == 1);
+}
+
+// `sums` collects the panels of a block where they add to one row: long sums in parts round less.
+template <class T>
 inline void add_dbias(const SequenceView& view, const BackwardParams& p, const Panel<T>& panel, KeyRange keys,
-                      const T* dscores) {
+                      const T* dscores, T* sums) {
+  if (dbias_is_one_row(view, p)) {
+    for (int64_t j = 0; j < keys.last - keys.first; ++j) {
+      T sum = 0;
+      for (int64_t lane = 0; lane < kPanel<T>; ++lane) sum += dscores[j * kPanel<T> + lane];
+      sums[j] += sum;
+    }
+    return;
+  }
   for (int64_t lane = 0; lane < panel.count; ++lane) {
     if (!panel.reads(view, lane)) continue;
-    T* to = static_cast<T*>(p.dbias.data) + view.batch * p.dbias.batch + panel.head[lane] * p.dbias.head +
-            panel.query[lane] * p.dbias.row + keys.first;
-    for (int64_t j = 0; j < keys.last - keys.first; ++j) to[j] += dscores[j * kPanel<T> + lane];
+    T* to = dbias_row<T>(view, p, panel.head[lane], panel.query[lane]);
+    for (int64_t j = 0; j < keys.last - keys.first; ++j) to[keys.first + j] += dscores[j * kPanel<T> + lane];
   }
 }
 
@@ -121,6 +142,7 @@ inline void backward_keys(const BackwardParams& p, const SequenceView& view, Key
     weight_rows[j] = s.scores + j * kPanel<T>;
     dscore_rows[j] = s.dscores + j * kPanel<T>;
   }
+  std::fill(s.dbias, s.dbias + kKeys, T{0});
   std::fill(s.dk, s.dk + kKeys * s.width, T{0});
   std::fill(s.dv, s.dv + kKeys * s.width_v, T{0});
 
@@ -140,7 +162,7 @@ inline void backward_keys(const BackwardParams& p, const SequenceView& view, Key
     replace_hidden(view, s.scores, count, s.zeros, k_rows + skip, seen);
     if (p.dropout.seed) dropout_panel(view, panel, mine, s.factors);
     differentiate(view, p, panel, count, s.scores, s.dscores, s.factors);
-    if (p.dbias.data) add_dbias(view, p, panel, mine, s.dscores);
+    if (p.dbias.data) add_dbias(view, p, panel, mine, s.dscores, s.dbias + skip);
     if (p.score.softcap > 0)
       for (int64_t e = 0; e < count * kPanel<T>; ++e) s.dscores[e] *= s.slopes[e];
     for (int64_t column = 0; column < s.width_v; column += kPanel<T>)
@@ -150,6 +172,10 @@ inline void backward_keys(const BackwardParams& p, const SequenceView& view, Key
       rows_by_panel(dscore_rows, count, s.q_rows + column, s.width, kPanel<T>, s.dk + skip * s.width + column,
                     s.width, true);
     columns_by_panel(seen, 0, p.head_dim, count, s.dscores, ones, dq_sums.panel(view, chunk, i));
+  }
+  if (p.dbias.data && dbias_is_one_row(view, p)) {
+    T* to = dbias_row<T>(view, p, view.head_k * view.group, 0);
+    for (int64_t key = keys.first; key < keys.last; ++key) to[key] += s.dbias[key - keys.first];
   }
   for (int64_t key = keys.first; key < keys.last; ++key) {
     const int64_t j = key - keys.first, row = view.k.first + key;

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -99,11 +100,10 @@ def check_backward(
     grads = torch.autograd.grad(results, list(leaves.values()), (dout, dlse)[:len(results)])
     oracle = reference.backward(dout, q, k, v, dlse=dlse, **semantic)
     plain = reference.backward(dout, q, k, v, dlse=dlse, **semantic, dtype=q.dtype)
-    noise = _gradient_noise(dout, dlse, oracle_out, oracle_lse, q, k, v, semantic)
-    for name, grad, *others in zip(leaves, grads, *map(_given, (oracle, plain, noise))):
-        wanted, baseline, rounding = others
-        baseline = baseline.to(leaves[name].dtype)
-        assert_close_2x(grad, wanted, baseline, f"d{name}", floor=2 * _largest(rounding))
+    noises = _gradient_noises(dout, dlse, oracle_out, oracle_lse, q, k, v, semantic)
+    for name, grad, *others in zip(leaves, grads, *map(_given, (oracle, plain, noises))):
+        wanted, baseline, noise = others
+        assert_close_2x(grad, wanted, baseline.to(leaves[name].dtype), f"d{name}", floor=2 * noise)
     return out, lse, *grads
 
 
@@ -172,8 +172,8 @@ def _out_noise(lse: Tensor, scores: Tensor, magnitude: Tensor) -> float:
     return torch.finfo(lse.dtype).eps * (1 + _largest(scores)) * _largest(magnitude)
 
 
-def _gradient_noise(dout, dlse, out, lse, q, k, v, semantic) -> tuple[Tensor | None, ...]:
-    """What rounding errors that no backward from the saved out and LSE avoids do to the gradients; one draw.
+def _gradient_noises(dout, dlse, out, lse, q, k, v, semantic) -> list[float | None]:
+    """What rounding that no backward from the saved out and LSE avoids does to the gradients: mean of draws.
 
     The score gradient is ``P (dP - delta + dlse)`` with ``P = exp(S - LSE)`` and ``delta = sum(dout * out)``.
     Rounding of scores and LSE scales a row of P, which is as if its dout and dlse were scaled.  Rounding of
@@ -183,12 +183,15 @@ def _gradient_noise(dout, dlse, out, lse, q, k, v, semantic) -> tuple[Tensor | N
     eps_out, eps = torch.finfo(q.dtype).eps, torch.finfo(_statistics_dtype(q)).eps
     heads = 1 if q.dim() == 4 else 0                                     # of the LSE
     dout, lse = dout.double().nan_to_num(0, 0, 0), lse.nan_to_num(0, 0, 0)
-    weight = eps * (1 + lse.abs()) * _signs(lse)
-    delta = (dout * out).norm(dim=-1).movedim(-1, heads) * _signs(lse)
-    delta = delta * (eps_out + eps * math.sqrt(out.shape[-1]) / 2)
-    if dlse is not None:
-        delta = delta + weight * dlse.double().nan_to_num(0, 0, 0)
-    return reference.backward(dout * weight.movedim(heads, -1)[..., None], q, k, v, dlse=delta, **semantic)
+    dlse = torch.zeros_like(lse) if dlse is None else dlse.double().nan_to_num(0, 0, 0)
+    change = (dout * out).norm(dim=-1).movedim(-1, heads) * (eps_out + eps * math.sqrt(out.shape[-1]) / 2)
+    draws = []
+    for _ in range(3):
+        factor = eps * (1 + lse.abs()) * _signs(lse)
+        draws.append(reference.backward(
+            dout * factor.movedim(heads, -1)[..., None], q, k, v, dlse=dlse * factor + change * _signs(lse),
+            **semantic, dtype=torch.float32))
+    return [None if draw[0] is None else sum(map(_largest, draw)) / len(draws) for draw in zip(*draws)]
 
 
 def _signs(like: Tensor) -> Tensor:
@@ -210,7 +213,7 @@ def _largest(x: Tensor) -> float:
     return x.max().item() if x.numel() else 0.0
 
 
-def _given(grads: tuple[Tensor | None, ...]) -> list[Tensor]:
+def _given(grads: Iterable) -> list:
     return [grad for grad in grads if grad is not None]
 
 

@@ -193,13 +193,14 @@ inline double prepare(const BackwardParams& p, const SequenceView& view, int64_t
   for (int64_t query = view.q.first; query < view.q.first + view.q.length; ++query) {
     load_row<T>(p.dtype, element(p.out, p.dtype, view.batch, query, head), p.head_dim_v, row);
     load_row<T>(p.dtype, element(p.dout, p.dtype, view.batch, query, head), p.head_dim_v, drow);
-    T delta = 0;
-    for (int64_t column = 0; column < p.head_dim_v; ++column) delta += row[column] * drow[column];
+    double delta = 0;  // it is subtracted from numbers of its size
+    for (int64_t column = 0; column < p.head_dim_v; ++column)
+      delta += static_cast<double>(row[column]) * drow[column];
     if (p.dlse.data) delta -= statistic<T>(p.dlse, view.batch, head, query);
     const T lse = statistic<T>(p.lse, view.batch, head, query);
     const bool empty = lse == static_cast<T>(-kInfinity);  // also without a sink: the LSE is a constant
     if (empty) delta = 0;
-    statistic<T>(p.delta, view.batch, head, query) = delta;
+    statistic<T>(p.delta, view.batch, head, query) = static_cast<T>(delta);
     if (p.dsink && !empty)
       dsink -= std::exp(static_cast<double>(per_head<T>(p.score.sink, 0, head) - lse)) * delta;
   }

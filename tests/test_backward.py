@@ -143,10 +143,9 @@ def test_deterministic_gradients_have_the_same_bits_on_every_run(device, ask):
             assert_identical(ours, first, name)
 
 
-@pytest.mark.parametrize("len_q", [4096, 16384])
-def test_sums_over_many_rows_stay_accurate(device, len_q):
-    """dk, dv and dbias of one KV head for 16 query heads are float32 sums over 2^16 and 2^18 rows."""
-    q, k, v = dense(device, batch=1, len_q=len_q, len_k=16, heads=(16, 1), dims=(16, 16))
+def test_sums_over_many_rows_stay_accurate(device):
+    """dk, dv and dbias of one KV head for 16 query heads are float32 sums over 2^17 rows."""
+    q, k, v = dense(device, batch=1, len_q=8192, len_k=16, heads=(16, 1), dims=(16, 16))
     bias, sink = torch.randn(1, 1, 1, 16, device=device), torch.randn(16, device=device)
     check_backward(q, k, v, bias=bias, sink=sink)
 

@@ -7,9 +7,9 @@ fault in words, and names the tests that must catch it::
     # fault: a window sees one key too few on its left
     # tests: tests/test_regressions.py::test_window_counts_include_both_ends
 
-The sources are copied and compiled once, for the baseline family alone, and the tests must pass.
-Then each fault in turn is patched into the copy and compiled, and one of its tests must fail or crash; an
-error of the compiler or of pytest's collection is not a catch.  Exits with 1 unless every fault is caught.
+The sources are copied and compiled once, for the baseline family alone, and the tests must pass.  Then each
+fault in turn is patched into the copy and compiled, and one of its tests must fail or crash; an error of the
+compiler or of pytest's collection is not a catch.  Exits with 1 unless every fault is caught.
 """
 
 from __future__ import annotations

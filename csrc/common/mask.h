@@ -20,4 +20,23 @@ FLASHATTN_HD KeyRange visible_keys(int64_t query, int64_t len_q, int64_t len_k, 
   return {clamp(first, 0, len_k), last < first ? clamp(first, 0, len_k) : last};
 }
 
+// The same of one sequence in 32-bit arithmetic, for the inner loops of kernels: rows and keys under 2^30.
+struct VisibleKeys {
+  int first_offset, last_offset, len_q, len_k;
+
+  FLASHATTN_HD VisibleKeys(int64_t q, int64_t k, int64_t left, int64_t right)
+      : first_offset(static_cast<int>(left < 0 ? -kFar : clamp(k - q - left, -kFar, kFar))),
+        last_offset(static_cast<int>(right < 0 ? kFar : clamp(k - q + right + 1, -kFar, kFar))),
+        len_q(static_cast<int>(q)),
+        len_k(static_cast<int>(k)) {}
+
+  // [first(query), last(query)); a query after the end sees nothing.
+  FLASHATTN_HD int first(int query) const { return within(query + first_offset); }
+  FLASHATTN_HD int last(int query) const { return query < len_q ? within(query + last_offset) : 0; }
+
+ private:
+  static constexpr int64_t kFar = 1 << 30;
+  FLASHATTN_HD int within(int key) const { return key < 0 ? 0 : key > len_k ? len_k : key; }
+};
+
 }  // namespace flashattn

@@ -1,0 +1,152 @@
+// One wrapper per PTX instruction, named as in the PTX manual.  The kernels of sm75 and sm80 contain no other
+// asm, so that the emulator can stand in for the card by replacing this file.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+
+#include "params.h"
+
+namespace flashattn::ptx {
+
+// Address in the shared window, as ldmatrix and cp.async want it.
+__device__ inline uint32_t shared_address(const void* pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+// 16 bytes to shared memory; zeros where not valid (nothing is read then).
+__device__ inline void cp_async_16(uint32_t to, const void* from, bool valid) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0)
+               : "memory");
+}
+
+__device__ inline void cp_async_commit_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Waits until at most `groups` of this thread's latest groups are in flight.
+template <int groups>
+__device__ inline void cp_async_wait_group() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(groups) : "memory");
+}
+
+__device__ inline void st_shared_16(uint32_t to, uint4 x) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w)
+               : "memory");
+}
+
+__device__ inline void st_shared_4(uint32_t to, uint32_t x) {
+  asm volatile("st.shared.b32 [%0], %1;" ::"r"(to), "r"(x) : "memory");
+}
+
+__device__ inline uint4 ld_shared_16(uint32_t from) {
+  uint4 x;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+               : "r"(from)
+               : "memory");
+  return x;
+}
+
+// Four 8x8 matrices of 16-bit elements; lane 8 i + r gives the address of row r of matrix i.
+__device__ inline void ldmatrix_x4(uint32_t (&to)[4], uint32_t from) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+               : "r"(from)
+               : "memory");
+}
+
+__device__ inline void ldmatrix_x4_trans(uint32_t (&to)[4], uint32_t from) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+               : "r"(from)
+               : "memory");
+}
+
+// d (16x8) += a (16x16) b (16x8)
+template <DType dtype>
+__device__ inline void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  static_assert(dtype == DType::f16 || dtype == DType::bf16, "16-bit elements");
+  if constexpr (dtype == DType::bf16)
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  else
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// d (16x8) += a (16x8) b (8x8)
+__device__ inline void mma_m16n8k8_f16(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t b0) {
+  asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a0), "r"(a1), "r"(b0));
+}
+
+// 2^x with a relative error of about 1e-7; subnormal results are 0.
+__device__ inline float ex2(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+__device__ inline float rcp(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// Two numbers rounded to 16 bits, `low` in the low half.
+template <DType dtype>
+__device__ inline uint32_t cvt_pack(float low, float high) {
+  uint32_t packed;
+  if constexpr (dtype == DType::bf16) {
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+    __builtin_memcpy(&packed, &pair, sizeof packed);
+  } else {
+    const __half2 pair = __floats2half2_rn(low, high);
+    __builtin_memcpy(&packed, &pair, sizeof packed);
+  }
+  return packed;
+}
+
+// A reduction into global memory, without a result.
+__device__ inline void red_add(float* to, float x) {
+  asm volatile("red.global.add.f32 [%0], %1;" ::"l"(to), "f"(x) : "memory");
+}
+
+// A warp adds 4 numbers a lane to 128 floats: number e of a lane lies at red_add_slot(lane, e), so that every
+// instruction touches whole lines.
+__device__ inline int red_add_slot(int lane, int e) {
+#if __CUDA_ARCH__ >= 900
+  return lane * 4 + e;
+#else
+  return e * 32 + lane;
+#endif
+}
+
+__device__ inline void red_add_warp(float* to, int lane, const float (&x)[4]) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to + lane * 4), "f"(x[0]), "f"(x[1]),
+               "f"(x[2]), "f"(x[3])
+               : "memory");
+#else
+  for (int e = 0; e < 4; ++e) red_add(to + red_add_slot(lane, e), x[e]);
+#endif
+}
+
+// Turns that blocks take: the holder's writes before the release are seen after the acquire.
+__device__ inline int ld_acquire(const int* from) {
+  int x;
+  asm volatile("ld.acquire.gpu.global.b32 %0, [%1];" : "=r"(x) : "l"(from) : "memory");
+  return x;
+}
+
+__device__ inline void red_add_release(int* to, int x) {
+  asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(to), "r"(x) : "memory");
+}
+
+}  // namespace flashattn::ptx

@@ -1,0 +1,84 @@
+// Online softmax of accumulator rows (Milakov and Gimelshein, "Online normalizer calculation for softmax",
+// 2018), in powers of two.  Nothing else takes exponentials or knows how empty rows are written.
+#pragma once
+
+#include <cmath>
+
+#include "common/tile.cuh"
+
+namespace flashattn {
+
+constexpr float kLog2E = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
+
+__device__ inline float quad_max(float x) {
+  x = fmaxf(x, __shfl_xor_sync(0xFFFFFFFFu, x, 1));
+  return fmaxf(x, __shfl_xor_sync(0xFFFFFFFFu, x, 2));
+}
+
+__device__ inline float quad_sum(float x) {
+  x += __shfl_xor_sync(0xFFFFFFFFu, x, 1);
+  return x + __shfl_xor_sync(0xFFFFFFFFu, x, 2);
+}
+
+// Normaliser and statistics of a finished row.
+struct RowResult {
+  float factor, lse, max_logit;
+};
+
+// Running reference and sum of the rows that a lane holds.  The reference is the largest score so far, or up
+// to `slack` (powers of two) less: weights stay under 2^slack, and most blocks need no rescaling.
+template <int m_blocks, int slack>
+struct OnlineSoftmax {
+  float reference[m_blocks][2], sum[m_blocks][2];  // reference in log2 units; sum of this lane's columns
+
+  __device__ void clear() {
+#pragma unroll
+    for (int m = 0; m < m_blocks; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) reference[m][half] = -INFINITY, sum[m][half] = 0;
+  }
+
+  // Scores become weights 2^(scale * score - reference).  Returns, for the whole warp, whether earlier sums
+  // must be multiplied by `rescale`.
+  template <int n_blocks>
+  __device__ bool update(Accumulator<m_blocks, n_blocks>& s, float scale, float (&rescale)[m_blocks][2]) {
+    bool grew = false;
+#pragma unroll
+    for (int m = 0; m < m_blocks; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float top = -INFINITY;
+#pragma unroll
+        for (int n = 0; n < n_blocks; ++n)
+          top = fmaxf(top, fmaxf(s.x[m][n][2 * half], s.x[m][n][2 * half + 1]));
+        top = quad_max(top) * scale;
+        const float before = reference[m][half];
+        const bool grows = top > before + slack;
+        rescale[m][half] = grows ? ptx::ex2(before - top) : 1.f;
+        reference[m][half] = grows ? top : before;
+        grew |= grows;
+        const float base = reference[m][half] == -INFINITY ? 0.f : reference[m][half];
+        float row_sum = 0;
+#pragma unroll
+        for (int n = 0; n < n_blocks; ++n)
+#pragma unroll
+          for (int e = 2 * half; e < 2 * half + 2; ++e) {
+            s.x[m][n][e] = ptx::ex2(fmaf(s.x[m][n][e], scale, -base));
+            row_sum += s.x[m][n][e];
+          }
+        sum[m][half] = sum[m][half] * rescale[m][half] + row_sum;
+      }
+    return __any_sync(0xFFFFFFFFu, grew);
+  }
+
+  // All lanes of a quad call it.  The sink (natural logarithm, -inf: none) joins the sum.
+  __device__ RowResult finish(int m, int half, float sink) const {
+    const float total = quad_sum(sum[m][half]), peak = fmaxf(reference[m][half], sink * kLog2E);
+    const float base = peak == -INFINITY ? 0.f : peak, mine = ptx::ex2(reference[m][half] - base);
+    const float all = total * mine + ptx::ex2(sink * kLog2E - base);
+    if (all == 0) return {0, -INFINITY, reference[m][half] * kLn2};
+    return {mine / all, base * kLn2 + logf(all), reference[m][half] * kLn2};
+  }
+};
+
+}  // namespace flashattn

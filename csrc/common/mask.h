@@ -20,6 +20,10 @@ FLASHATTN_HD KeyRange visible_keys(int64_t query, int64_t len_q, int64_t len_k, 
   return {clamp(first, 0, len_k), last < first ? clamp(first, 0, len_k) : last};
 }
 
+struct RowRange {
+  int first, last;  // [first, last)
+};
+
 // The same of one sequence in 32-bit arithmetic, for the inner loops of kernels: rows and keys under 2^30.
 struct VisibleKeys {
   int first_offset, last_offset, len_q, len_k;
@@ -33,6 +37,14 @@ struct VisibleKeys {
   // [first(query), last(query)); a query after the end sees nothing.
   FLASHATTN_HD int first(int query) const { return within(query + first_offset); }
   FLASHATTN_HD int last(int query) const { return query < len_q ? within(query + last_offset) : 0; }
+
+  // The queries that see a key of [key, end).
+  FLASHATTN_HD RowRange rows(int key, int end) const {
+    if (end > len_k) end = len_k;
+    const int low = key - last_offset + 1, high = end - first_offset;
+    const RowRange range{low < 0 ? 0 : low, high > len_q ? len_q : high};
+    return key < end && range.first < range.last ? range : RowRange{0, 0};
+  }
 
  private:
   static constexpr int64_t kFar = 1 << 30;

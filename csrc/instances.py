@@ -7,12 +7,18 @@ library only.  Rows are ordered: the dispatcher takes the first row that fits th
 from __future__ import annotations
 
 import argparse
+import hashlib
 import pathlib
 import platform
 from dataclasses import dataclass
 
 OPS = ("forward", "backward", "decode")
-FAMILY_SOURCES = ("cpu",)  # folders of csrc/ that hold the kernels of a build
+DTYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16", "float64": "f64"}  # DType in params.h
+ELEMENTS = {"float32": "float", "bfloat16": "__nv_bfloat16", "float16": "__half", "float64": "double"}
+# Extension modules; each holds the rows of its name.  "cpu" is part of flashattn._C.
+CUDA_MODULES = ("sm75", "sm80")
+MODULES = ("cpu", *CUDA_MODULES)
+ABI_HEADERS = ("params.h", "instance.h")  # what the modules share
 
 
 @dataclass(frozen=True)
@@ -28,8 +34,9 @@ class Cpu:
     vector_registers: int
     machines: tuple[str, ...]  # platform.machine(); empty: any
 
-    source = "cpu"
-    dtypes = ("float32", "bfloat16", "float16", "float64")
+    module = "cpu"
+    suffix = "cpp"
+    dtypes = tuple(DTYPES)
     head_dims = "any"
 
     @property
@@ -37,7 +44,6 @@ class Cpu:
         return f"{self.op}_{self.family}"
 
     def unit(self) -> str:
-        params = f"{self.op.capitalize()}Params"
         raise_target, lower_target = "", ""
         if self.target:
             raise_target = (
@@ -58,19 +64,214 @@ constexpr int kVectorBytes = {self.vector_bytes}, kVectorRegisters = {self.vecto
 #include "cpu/{self.op}.h"
 
 namespace flashattn {{
-Workspace workspace_{self.name}(const {params}& p) {{
+namespace {{
+Workspace workspace(const {params(self.op)}& p) {{
   return p.dtype == DType::f64 ? cpu::{self.op}_workspace<double>(p) : cpu::{self.op}_workspace<float>(p);
 }}
-void launch_{self.name}(const {params}& p) {{
+int launch(const {params(self.op)}& p, void*) {{
   p.dtype == DType::f64 ? cpu::{self.op}<double>(p) : cpu::{self.op}<float>(p);
+  return 0;
 }}
+}}  // namespace
+{instance(self, "nullptr", self.level, "0, 0", "true", "0", "workspace", "launch")}
 }}  // namespace flashattn
 {lower_target}"""
 
-    def row(self) -> str:
-        return (f'{{"{self.name}", "{self.family}", Device::cpu, {self.level}, workspace_{self.name}, '
-                f"launch_{self.name}}}")
 
+@dataclass(frozen=True)
+class Mma:
+    """A tensor-core kernel for one dtype and head dims up to a bound, with its tile."""
+
+    op: str
+    family: str
+    dtype: str
+    head_dim: int
+    head_dim_v: int
+    general: bool  # serves every option and layout, otherwise plain calls (beyond_plain in dispatch.h)
+    rows: int  # of queries, in a tile
+    keys: int  # in a tile
+    warps: int
+    stages: int  # tiles in flight
+    min_blocks: int  # that must fit on a multiprocessor
+
+    suffix = "cu"
+
+    @property
+    def name(self) -> str:
+        width = f"d{self.head_dim}" + (f"v{self.head_dim_v}" if self.head_dim_v != self.head_dim else "")
+        return f"{self.op}_{self.family}_{DTYPES[self.dtype]}_{width}" + ("_general" if self.general else "")
+
+    @property
+    def module(self) -> str:
+        return self.family
+
+    @property
+    def machines(self) -> tuple[str, ...]:
+        return (machine(self.family),)
+
+    @property
+    def dtypes(self) -> tuple[str, ...]:
+        return (self.dtype,)
+
+    @property
+    def head_dims(self) -> str:
+        bounds = f"to {self.head_dim}" + (f", {self.head_dim_v}" if self.head_dim_v != self.head_dim else "")
+        return bounds if self.general else f"{bounds}, multiples of 8"
+
+    def unit(self) -> str:
+        integers = {"Arch": level(self.family), "HeadDim": self.head_dim, "HeadDimV": self.head_dim_v,
+                    "Rows": self.rows, "Keys": self.keys, "Warps": self.warps, "Stages": self.stages,
+                    "MinBlocks": self.min_blocks}
+        constants = ", ".join(f"k{name} = {value}" for name, value in integers.items())
+        general = str(self.general).lower()
+        row = instance(self, "&family", level(self.family), f"{self.head_dim}, {self.head_dim_v}", general,
+                       f"mma::{self.op}_shared_bytes<{self.name}>()",
+                       f"mma::{self.op}_workspace<{self.name}>", f"mma::launch_{self.op}<{self.name}>")
+        return f"""// Generated from csrc/instances.py.
+#include "instance.h"
+#include "mma/{self.op}.cuh"
+#include "mma/launch.cuh"
+
+namespace flashattn {{
+struct {self.name} {{
+  static constexpr DType kDType = DType::{DTYPES[self.dtype]};
+  static constexpr int {constants};
+  static constexpr bool kGeneral = {general};
+}};
+extern const Family family;
+{row}
+}}  // namespace flashattn
+"""
+
+
+@dataclass(frozen=True)
+class Simt:
+    """A kernel of ordinary instructions for one dtype, which serves every head dim, option and layout."""
+
+    op: str
+    family: str
+    dtype: str
+
+    suffix = "cu"
+    head_dims = "any"
+
+    @property
+    def name(self) -> str:
+        return f"{self.op}_{self.family}_{DTYPES[self.dtype]}_simt"
+
+    @property
+    def module(self) -> str:
+        return self.family
+
+    @property
+    def machines(self) -> tuple[str, ...]:
+        return (machine(self.family),)
+
+    @property
+    def dtypes(self) -> tuple[str, ...]:
+        return (self.dtype,)
+
+    def unit(self) -> str:
+        element = ELEMENTS[self.dtype]
+        row = instance(self, "&family", level(self.family), "0, 0", "true",
+                       f"sizeof(any::SharedTiles<any::Sum<{element}>>)", "workspace", "launch")
+        return f"""// Generated from csrc/instances.py.
+#include "any/launch.cuh"
+#include "instance.h"
+
+namespace flashattn {{
+namespace {{
+Workspace workspace(const {params(self.op)}&) {{ return {{}}; }}
+int launch(const {params(self.op)}& p, void* stream) {{
+  return any::launch_simt_{self.op}<{element}>(p, static_cast<cudaStream_t>(stream));
+}}
+}}  // namespace
+extern const Family family;
+{row}
+}}  // namespace flashattn
+"""
+
+
+def params(op: str) -> str:
+    return f"{op.capitalize()}Params"
+
+
+def level(family: str) -> int:
+    """Compute capability, 10 * major + minor."""
+    return int(family.removeprefix("sm"))
+
+
+def machine(family: str) -> str:
+    return f"compute capability {level(family) / 10}"
+
+
+def instance(row, module: str, level: str | int, head_dims: str, general: str, shared_bytes: str,
+             workspace: str, launch: str) -> str:
+    """Declaration and definition of a row's Instance (instance.h)."""
+    head = f"const Instance<{params(row.op)}> instance_{row.name}"
+    dtypes = ", ".join(f"DType::{DTYPES[dtype]}" for dtype in row.dtypes)
+    return (f"extern {head};\n{head}{{\n"
+            f'    "{row.name}", "{row.family}", {module}, {level}, dtype_set({dtypes}), {head_dims}, '
+            f"{general},\n"
+            f"    {shared_bytes}, {workspace}, {launch}}};")
+
+
+def contract() -> str:
+    """Digest of the declarations that modules share: those of other sources do not fit together."""
+    here = pathlib.Path(__file__).parent
+    text = b"".join((here / name).read_bytes() for name in ABI_HEADERS)
+    return f"flashattn family {hashlib.sha256(text).hexdigest()[:16]}"
+
+
+def registry(chosen: list, module: str, images: list[int], ptx: int) -> str:
+    """The tables of a module; that of a CUDA family is its Python module too."""
+    cuda = module != "cpu"
+    tables = ""
+    for op in OPS:
+        mine = [f"instance_{row.name}" for row in chosen if row.op == op]
+        tables += "".join(f"extern const Instance<{params(op)}> {name};\n" for name in mine)
+        tables += (f"static const Instance<{params(op)}>* const {op}_rows[] = {{\n    "
+                   f"{', '.join([f'&{name}' for name in mine] + ['nullptr'])}}};\n")
+    tables += (f"const Tables tables{{{', '.join(f'{op}_rows' for op in OPS)}}};\n"
+               f'const char* const kContract = "{contract()}";\n')
+    header = '"families/module.h"' if cuda else '"instance.h"'
+    if cuda:
+        tables += (f"static const int images[] = {{{', '.join(map(str, [*images, 0]))}}};\n"
+                   "extern const Family family;\n"
+                   f'const Family family{{"{module}", images, {ptx}, tables, device, error_text}};\n')
+    python = "PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) { flashattn::export_family(m, flashattn::family); }\n"
+    return (f"// Generated from csrc/instances.py.\n#include {header}\n\nnamespace flashattn {{\n{tables}"
+            f"}}  // namespace flashattn\n{python if cuda else ''}")
+
+
+def rows(module: str, machine: str) -> list:
+    """The rows of a module in a build for this kind of machine, in the dispatcher's order."""
+    return [row for row in ROWS if row.module == module
+            and (module != "cpu" or not row.machines or machine in row.machines)]
+
+
+def generate(out_dir: str, module: str = "cpu", only: list[str] | None = None, images: list[int] = (),
+             ptx: int = 0) -> list[str]:
+    """Write one unit a row and registry.cpp into out_dir, where they differ, and return their paths.
+
+    ``only`` keeps the rows of these names; ``images`` and ``ptx`` are what a CUDA family is compiled for
+    (Family in instance.h).
+    """
+    every = {row.name: row for row in rows(module, platform.machine())}
+    if unknown := set(only or ()) - every.keys():
+        raise ValueError(f"rows {sorted(unknown)}: expected names from {list(every)}")
+    chosen = [row for name, row in every.items() if only is None or name in only]
+    files = {f"{row.name}.{row.suffix}": row.unit() for row in chosen}
+    files["registry.cpp"] = registry(chosen, module, images, ptx)
+    folder = pathlib.Path(out_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        if not (folder / name).exists() or (folder / name).read_text() != text:
+            (folder / name).write_text(text)
+    return [str(folder / name) for name in files]
+
+
+# ---- rows ----------------------------------------------------------------------------------------------
 
 _X86 = ("x86_64", "AMD64")
 _CPU_FAMILIES = (
@@ -80,49 +281,27 @@ _CPU_FAMILIES = (
     ("cpu_baseline", "kCpuBaseline", "", 16, 16, ()),
 )
 
-ROWS = tuple(Cpu(op, *family) for family in _CPU_FAMILIES for op in OPS)
+# op, head dims (D, Dv), general, then the tile: rows, keys, warps, stages, min_blocks.  Narrow before wide.
+_MMA_TILES = (
+    ("forward", 64, 64, False, 128, 64, 4, 2, 2),
+    ("forward", 128, 128, False, 128, 64, 4, 2, 2),
+)
+_MMA_DTYPES = {"sm80": ("bfloat16", "float16"), "sm75": ("float16",)}
+_SIMT_OPS = ("forward", "backward")
 
 
-def rows(sources: list[str], machine: str) -> list[Cpu]:
-    """The rows of these source folders that a build for this machine holds, in the dispatcher's order."""
-    return [row for row in ROWS if row.source in sources and (not row.machines or machine in row.machines)]
+def _cuda(family: str) -> list:
+    """The rows of a family: tensor cores first, then what serves the rest."""
+    mma = [Mma(op, family, dtype, *tile) for op, *tile in _MMA_TILES for dtype in _MMA_DTYPES[family]]
+    return mma + [Simt(op, family, dtype) for op in _SIMT_OPS for dtype in DTYPES]
 
 
-def registry(chosen: list[Cpu]) -> str:
-    text = '// Generated from csrc/instances.py.\n#include "dispatch.h"\n\nnamespace flashattn {\n'
-    for op in OPS:
-        mine, params = [row for row in chosen if row.op == op], f"{op.capitalize()}Params"
-        for row in mine:
-            text += f"Workspace workspace_{row.name}(const {params}&);\n"
-            text += f"void launch_{row.name}(const {params}&);\n"
-        table = ",\n      ".join(row.row() for row in mine)
-        text += (f"template <>\nconst std::vector<Instance<{params}>>& instances<{params}>() {{\n"
-                 f"  static const std::vector<Instance<{params}>> table{{\n      {table}}};\n"
-                 "  return table;\n}\n\n")
-    return text + "}  // namespace flashattn\n"
-
-
-def generate(out_dir: str, sources: list[str], machine: str, only: list[str] | None = None) -> list[str]:
-    """Write one unit a row and registry.cpp into out_dir, where they differ, and return their paths.
-
-    ``only`` keeps the rows of these names.
-    """
-    every = {row.name: row for row in rows(sources, machine)}
-    if unknown := set(only or ()) - every.keys():
-        raise ValueError(f"rows {sorted(unknown)}: expected names from {list(every)}")
-    chosen = [row for name, row in every.items() if only is None or name in only]
-    files = {f"{row.name}.cpp": row.unit() for row in chosen} | {"registry.cpp": registry(chosen)}
-    folder = pathlib.Path(out_dir)
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, text in files.items():
-        if not (folder / name).exists() or (folder / name).read_text() != text:
-            (folder / name).write_text(text)
-    return [str(folder / name) for name in files]
+ROWS = (*_cuda("sm80"), *_cuda("sm75"), *(Cpu(op, *family) for family in _CPU_FAMILIES for op in OPS))
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="write the kernel units, print their paths separated by ;")
     parser.add_argument("--out", required=True)
-    parser.add_argument("--sources", default="cpu")
+    parser.add_argument("--module", choices=MODULES, default="cpu")
     arguments = parser.parse_args()
-    print(";".join(generate(arguments.out, arguments.sources.split(","), platform.machine())))
+    print(";".join(generate(arguments.out, arguments.module)))

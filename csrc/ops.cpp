@@ -6,6 +6,8 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/zeros.h>
+#include <c10/core/DeviceGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <limits>
 
@@ -59,23 +61,67 @@ const std::string kDecodeInPlace =
 
 // ---- launch -------------------------------------------------------------------------------------
 
+std::string refusals(const Tensor& q, const Reasons& reasons) {
+  std::string lines =
+      reasons.empty() ? c10::str(" none of this operation is built for ", q.device().type()) : "";
+  if (q.is_cuda() && families().empty()) lines += "; install with FLASHATTN_CUDA=on to build CUDA kernels";
+  for (const auto& [name, reason] : reasons) lines += "\n  " + name + ": " + reason;
+  return lines;
+}
+
+CudaDevice cuda_device_of(const Tensor& q) {
+  return q.is_cuda() ? cuda_device(q.device().index()) : CudaDevice{};
+}
+
+bool nothing_to_do(const ForwardParams& p) { return p.batch == 0 || p.seqlen_q.rows == 0; }
+bool nothing_to_do(const DecodeParams& p) {
+  return p.batch == 0 || (p.seqlen_q.rows == 0 && p.new_rows == 0);
+}
+
+// Scratch memory of a launch; owns the result.
 template <class Params>
-void launch(Params& p, const Tensor& q) {
-  const Problem problem{Device::cpu, cpu_level(), p.dtype};
-  const auto* instance = select<Params>(problem);
-  TORCH_CHECK_NOT_IMPLEMENTED(instance, "no kernel serves this call:", refusals<Params>(problem));
+Tensor allocate_workspace(Params& p, const Tensor& q, const Instance<Params>& instance) {
   const double work =
       static_cast<double>(p.seqlen_q.total) * p.heads_q * p.seqlen_k.rows * (p.head_dim + p.head_dim_v);
   constexpr double kWorthThreads = 1 << 18;  // multiply-adds that cost more than waking the threads
-  Workspace need = instance->workspace(p);
-  need.threads = work < kWorthThreads ? 1 : at::get_num_threads();
+  Workspace need = instance.workspace(p);
+  need.threads = q.is_cuda() || work < kWorthThreads ? 1 : at::get_num_threads();
   constexpr int64_t kAlign = 64;
   const int64_t shared = (need.shared_bytes + kAlign - 1) / kAlign * kAlign;
-  const Tensor bytes = at::empty({shared + need.threads * need.private_bytes}, q.options().dtype(at::kByte));
+  Tensor bytes = at::empty({shared + need.threads * need.private_bytes}, q.options().dtype(at::kByte));
   need.shared = bytes.data_ptr();
   need.private_data = static_cast<char*>(need.shared) + shared;
   p.workspace = need;
-  instance->launch(p);
+  return bytes;
+}
+
+// Runs the kernel that serves the call, on a GPU in the current stream of q's device.
+template <class Params>
+void launch(Params& p, const Tensor& q) {
+  const CudaDevice device = cuda_device_of(q);
+  const Problem problem{q.is_cuda() ? Device::cuda : Device::cpu,
+                        q.is_cuda() ? device.capability : cpu_level(),
+                        device.shared_bytes,
+                        p.dtype,
+                        p.head_dim,
+                        p.head_dim_v,
+                        beyond_plain(p)};
+  if (Reasons* reasons_wanted = explanation()) {
+    *reasons_wanted = reasons<Params>(problem);
+    return;
+  }
+  const auto* instance = select<Params>(problem);
+  TORCH_CHECK_NOT_IMPLEMENTED(instance, "no kernel serves this call:", refusals(q, reasons<Params>(problem)));
+  if (nothing_to_do(p)) return;
+  const Tensor workspace = allocate_workspace(p, q, *instance);
+  void* stream = nullptr;
+  c10::OptionalDeviceGuard guard;
+  if (q.is_cuda()) {
+    guard.reset_device(q.device());
+    stream = c10::impl::VirtualGuardImpl(c10::kCUDA).getStream(q.device()).native_handle();
+  }
+  const int error = instance->launch(p, stream);
+  TORCH_CHECK(error == 0, instance->name, " failed to launch: ", instance->module->error_text(error));
 }
 
 // ---- operators ----------------------------------------------------------------------------------
@@ -157,8 +203,9 @@ void backward(const c10::OperatorHandle& op, Stack* stack) {
   }
   const bool some_q = o.cu_seqlens_q || o.seqused_q, some_k = o.cu_seqlens_k || o.seqused_k;
   Tensor dq = new_tensor(q, q.sizes(), q.scalar_type(), some_q);
-  Tensor dk = new_tensor(q, k.sizes(), q.scalar_type(), some_k),
-         dv = new_tensor(q, v.sizes(), q.scalar_type(), some_k);
+  const bool zero_k = some_k || q.numel() == 0;  // nothing is launched without queries
+  Tensor dk = new_tensor(q, k.sizes(), q.scalar_type(), zero_k),
+         dv = new_tensor(q, v.sizes(), q.scalar_type(), zero_k);
   Tensor delta = new_tensor(q, statistic_shape(q), sum_type(q), false);
   Tensor dbias = new_tensor(q, bias_grad ? o.bias->sizes() : at::IntArrayRef{0}, sum_type(q), true);
   Tensor dsink = new_tensor(q, {o.sink ? p.heads_q : 0}, at::kDouble, true);
@@ -192,7 +239,7 @@ Tensor run_decode(const Tensor& q, const Tensor& k_cache, const MaybeTensor& v_c
   check_cache(p, q, k_cache, v_cache, o);
   check_new(p, q, k_cache, v_cache, k_new, v_new, o);
   const Tensor lengths = check_cache_lengths(p, q, k_cache.size(0), o);
-  check_rotary(p, q, o);
+  check_rotary(p, q, lengths, o);
   check_score(p, o.score, q);
   TORCH_CHECK_VALUE(o.num_splits >= 0, "num_splits is ", o.num_splits, ": expected at least 0 (0 chooses)");
   TORCH_CHECK_VALUE(!o.batch_invariant || o.num_splits == 0, "num_splits is ", o.num_splits,
@@ -209,14 +256,15 @@ Tensor run_decode(const Tensor& q, const Tensor& k_cache, const MaybeTensor& v_c
   const Tensor rotated = new_tensor(q, p.rotary.cos ? q.sizes() : at::IntArrayRef{0}, q.scalar_type(), false);
   if (p.rotary.cos) p.q_rotated = view(rotated);
   int64_t longest = p.seqlen_k.rows;
-  if (can_read(q) && p.seqlen_k.used) {
+  if (q.is_cpu() && p.seqlen_k.used) {
     longest = 0;
     for (int64_t b = 0; b < p.batch; ++b) longest = std::max<int64_t>(longest, p.seqlen_k.used[b]);
   }
+  const int64_t processors = q.is_cpu() ? at::get_num_threads() : cuda_device_of(q).processors;
   constexpr int64_t kTileRows = 128;  // about the query rows that share one pass over the keys
   const int64_t row_tiles = (p.seqlen_q.rows * (p.heads_q / p.heads_k) + kTileRows - 1) / kTileRows;
-  const Splits splits = decode_splits(p.batch * p.heads_k * row_tiles, longest, at::get_num_threads(),
-                                      o.num_splits, o.batch_invariant);
+  const Splits splits =
+      decode_splits(p.batch * p.heads_k * row_tiles, longest, processors, o.num_splits, o.batch_invariant);
   p.splits = splits.count, p.keys_per_split = splits.keys;
   launch(p, q);
   return lse;
@@ -256,9 +304,8 @@ torch::Library define() {
   return library;
 }
 
-torch::Library implement() {
-  torch::Library library(torch::Library::IMPL, FLASHATTN_NAMESPACE, c10::DispatchKey::CPU, __FILE__,
-                         __LINE__);
+torch::Library implement(c10::DispatchKey key) {
+  torch::Library library(torch::Library::IMPL, FLASHATTN_NAMESPACE, key, __FILE__, __LINE__);
   library.impl("forward", boxed<&forward>());
   library.impl("forward_out", boxed<&forward_out>());
   library.impl("backward", boxed<&backward>());
@@ -269,7 +316,8 @@ torch::Library implement() {
 
 // They live as long as the module.
 const torch::Library definitions = define();
-const torch::Library cpu = implement();
+const torch::Library cpu = implement(c10::DispatchKey::CPU);
+const torch::Library cuda = implement(c10::DispatchKey::CUDA);
 
 }  // namespace
 }  // namespace flashattn

@@ -10,7 +10,7 @@
 #include <algorithm>
 #include <cmath>
 
-#include "params.h"
+#include "dispatch.h"
 
 namespace flashattn {
 namespace {
@@ -148,35 +148,48 @@ void check_integers(const char* name, const Tensor& x, const Tensor& q, int64_t 
                     count < 0 ? std::string("B + 1 numbers") : std::to_string(count) + " numbers");
 }
 
-void check_between(const char* name, const Tensor& x, int64_t index, int64_t low, int64_t high,
-                   const char* meaning) {
-  const int64_t value = x.const_data_ptr<int32_t>()[index];
-  TORCH_CHECK_VALUE(value >= low && value <= high, name, "[", index, "] = ", value, ": expected ", low,
-                    " to ", high, ", ", meaning);
-}
+// The numbers of an int32 length or page tensor, if the host may know them: on the CPU, and with
+// debug_checks. Kernels clamp what nobody has checked.
+class Contents {
+ public:
+  explicit Contents(const MaybeTensor& x) {
+    if (x && x->is_cpu()) host_ = *x;
+    if (x && x->is_cuda() && debug_checks()) host_ = x->cpu();
+  }
+  explicit operator bool() const { return host_.defined(); }
+  int64_t operator[](int64_t i) const { return host_.const_data_ptr<int32_t>()[i]; }
+  int64_t at(int64_t row, int64_t column) const { return (*this)[row * host_.stride(0) + column]; }
 
-// Contents are checked on the CPU only; kernels clamp what they cannot check.
-bool can_read(const Tensor& x) { return x.device().is_cpu(); }
+ private:
+  Tensor host_;
+};
+
+void check_between(const char* name, const Contents& numbers, int64_t index, int64_t low, int64_t high,
+                   const char* meaning) {
+  TORCH_CHECK_VALUE(numbers[index] >= low && numbers[index] <= high, name, "[", index, "] = ", numbers[index],
+                    ": expected ", low, " to ", high, ", ", meaning);
+}
 
 // Lengths of one side of a packed or dense call.
 Lengths check_lengths(const char* cu_name, const MaybeTensor& cu, const char* used_name,
                       const MaybeTensor& used, const char* max_name, std::optional<int64_t> max_seqlen,
                       const Tensor& q, const Tensor& x, int64_t batch) {
+  const Contents starts(cu), counts(used);
   Lengths lengths{};
   lengths.total = cu ? x.size(0) : batch * x.size(1);
   lengths.rows = cu ? 0 : x.size(1);
   TORCH_CHECK_VALUE(!max_seqlen || *max_seqlen >= 0, max_name, " is ", *max_seqlen, ": expected at least 0");
   if (cu) {
     check_integers(cu_name, *cu, q, batch + 1);
-    TORCH_CHECK_VALUE(max_seqlen || can_read(q), max_name, " is None: packed tensors on ", q.device(),
+    TORCH_CHECK_VALUE(max_seqlen || q.is_cpu(), max_name, " is None: packed tensors on ", q.device(),
                       " need it, as an int");
     lengths.cu = cu->const_data_ptr<int32_t>();
-    if (can_read(q)) {
-      check_between(cu_name, *cu, 0, 0, lengths.total, "rows of the packed tensor");
+    if (starts) {
+      check_between(cu_name, starts, 0, 0, lengths.total, "rows of the packed tensor");
       for (int64_t b = 0; b < batch; ++b) {
-        check_between(cu_name, *cu, b + 1, lengths.cu[b], lengths.total,
+        check_between(cu_name, starts, b + 1, starts[b], lengths.total,
                       "not decreasing, within the packed tensor");
-        lengths.rows = std::max<int64_t>(lengths.rows, lengths.cu[b + 1] - lengths.cu[b]);
+        lengths.rows = std::max(lengths.rows, starts[b + 1] - starts[b]);
       }
       TORCH_CHECK_VALUE(!max_seqlen || *max_seqlen >= lengths.rows, max_name, " is ", *max_seqlen,
                         ": expected at least the longest sequence, ", lengths.rows);
@@ -189,8 +202,8 @@ Lengths check_lengths(const char* cu_name, const MaybeTensor& cu, const char* us
   if (used) {
     check_integers(used_name, *used, q, batch);
     lengths.used = used->const_data_ptr<int32_t>();
-    for (int64_t b = 0; can_read(q) && b < batch; ++b)
-      check_between(used_name, *used, b, 0, cu ? lengths.cu[b + 1] - lengths.cu[b] : lengths.rows,
+    for (int64_t b = 0; counts && b < batch; ++b)
+      check_between(used_name, counts, b, 0, cu ? starts[b + 1] - starts[b] : lengths.rows,
                     "rows of the sequence");
   }
   return lengths;
@@ -393,8 +406,9 @@ void check_cache(DecodeParams& p, const Tensor& q, const Tensor& k_cache, const 
   } else if (o.cache_batch_idx) {
     check_integers("cache_batch_idx", *o.cache_batch_idx, q, p.batch);
     p.cache.batch_index = o.cache_batch_idx->const_data_ptr<int32_t>();
-    for (int64_t b = 0; can_read(q) && b < p.batch; ++b)
-      check_between("cache_batch_idx", *o.cache_batch_idx, b, 0, k_cache.size(0) - 1, "rows of the cache");
+    const Contents index(o.cache_batch_idx);
+    for (int64_t b = 0; index && b < p.batch; ++b)
+      check_between("cache_batch_idx", index, b, 0, k_cache.size(0) - 1, "rows of the cache");
   } else {
     TORCH_CHECK_VALUE(k_cache.size(0) == p.batch, "k_cache has batch ", k_cache.size(0),
                       ": expected that of q, ", p.batch, ", or cache_batch_idx");
@@ -425,6 +439,15 @@ void check_new(DecodeParams& p, const Tensor& q, const Tensor& k_cache, const Ma
   }
 }
 
+// The keys of each sequence, empty where only the device knows them.
+std::vector<int64_t> known_lengths(const DecodeParams& p, const Tensor& lengths) {
+  if (!lengths.defined()) return std::vector<int64_t>(p.batch, p.seqlen_k.rows);
+  const Contents numbers(lengths);
+  std::vector<int64_t> keys(numbers ? p.batch : 0);
+  for (size_t b = 0; b < keys.size(); ++b) keys[b] = numbers[b];
+  return keys;
+}
+
 // The keys of each sequence after the append; owns the result.  Contents are checked before anything is
 // written.
 Tensor check_cache_lengths(DecodeParams& p, const Tensor& q, int64_t pages, const DecodeOptions& o) {
@@ -433,11 +456,10 @@ Tensor check_cache_lengths(DecodeParams& p, const Tensor& q, int64_t pages, cons
     check_integers("cache_seqlens", *o.cache_seqlens, q, p.batch);
     lengths = *o.cache_seqlens;
     const int64_t added = !p.k_new.data || p.seqlen_q.cu ? 0 : p.new_rows;
-    for (int64_t b = 0; can_read(q) && b < p.batch; ++b) {
-      const int64_t fresh = !p.k_new.data   ? 0
-                            : p.seqlen_q.cu ? p.seqlen_q.cu[b + 1] - p.seqlen_q.cu[b]
-                                            : added;
-      check_between("cache_seqlens", lengths, b, 0, p.seqlen_k.rows - fresh,
+    const Contents before(lengths), starts(o.score.cu_seqlens_q);
+    for (int64_t b = 0; before && b < p.batch; ++b) {
+      const int64_t fresh = p.k_new.data && starts ? starts[b + 1] - starts[b] : added;
+      check_between("cache_seqlens", before, b, 0, p.seqlen_k.rows - fresh,
                     "so that the sequence with its new keys fits in the cache");
     }
     if (p.k_new.data && p.seqlen_q.cu) {
@@ -452,19 +474,18 @@ Tensor check_cache_lengths(DecodeParams& p, const Tensor& q, int64_t pages, cons
     check_integers("leftpad", *o.leftpad, q, p.batch);
     p.cache.leftpad = o.leftpad->const_data_ptr<int32_t>();
   }
-  for (int64_t b = 0; can_read(q) && b < p.batch; ++b) {
-    const int64_t length = p.seqlen_k.used ? p.seqlen_k.used[b] : p.seqlen_k.rows;
-    if (o.leftpad) check_between("leftpad", *o.leftpad, b, 0, length, "keys of the sequence");
-    for (int64_t page = 0; o.page_table && page * p.cache.page_size < length; ++page) {
-      const int64_t id = p.cache.page_table[b * p.cache.page_table_stride + page];
-      TORCH_CHECK_VALUE(id >= 0 && id < pages, "page_table[", b, ", ", page, "] = ", id, ": expected 0 to ",
-                        pages - 1, ", pages of the cache");
-    }
+  const Contents pads(o.leftpad), ids(o.page_table);
+  const auto keys = known_lengths(p, lengths);
+  for (size_t b = 0; b < keys.size(); ++b) {
+    if (pads) check_between("leftpad", pads, b, 0, keys[b], "keys of the sequence");
+    for (int64_t page = 0; ids && page * p.cache.page_size < keys[b]; ++page)
+      TORCH_CHECK_VALUE(ids.at(b, page) >= 0 && ids.at(b, page) < pages, "page_table[", b, ", ", page,
+                        "] = ", ids.at(b, page), ": expected 0 to ", pages - 1, ", pages of the cache");
   }
   return lengths;
 }
 
-void check_rotary(DecodeParams& p, const Tensor& q, const DecodeOptions& o) {
+void check_rotary(DecodeParams& p, const Tensor& q, const Tensor& lengths, const DecodeOptions& o) {
   TORCH_CHECK_VALUE(o.rotary_cos.has_value() == o.rotary_sin.has_value(),
                     o.rotary_cos ? "rotary_sin" : "rotary_cos",
                     " is None: expected both rotary_cos and rotary_sin, or neither");
@@ -483,9 +504,9 @@ void check_rotary(DecodeParams& p, const Tensor& q, const DecodeOptions& o) {
   const bool every_query = o.score.causal || o.score.window_left >= 0 || o.score.window_right >= 0;
   p.rotary = {cos.const_data_ptr(), sin.const_data_ptr(), to_dtype(cos.scalar_type()), cos.stride(0),
               sin.stride(0),        2 * cos.size(1),      o.rotary_interleaved,        every_query};
-  for (int64_t b = 0; can_read(q) && b < p.batch; ++b) {
-    const int64_t length = p.seqlen_k.used ? p.seqlen_k.used[b] : p.seqlen_k.rows;
-    const int64_t positions = length + (!every_query && !p.k_new.data);
+  const auto keys = known_lengths(p, lengths);
+  for (size_t b = 0; b < keys.size(); ++b) {
+    const int64_t positions = keys[b] + (!every_query && !p.k_new.data);
     TORCH_CHECK_VALUE(cos.size(0) >= positions, "rotary_cos has ", cos.size(0),
                       " positions: expected at least ", positions, ", for sequence ", b);
   }

@@ -12,11 +12,27 @@ namespace py = pybind11;
 namespace flashattn {
 namespace {
 
+std::string version(int capability) {
+  return std::to_string(capability / 10) + "." + std::to_string(capability % 10);
+}
+
+// Images of each CUDA family, as FLASHATTN_ARCHS writes them.
+py::dict cuda_images() {
+  py::dict every;
+  for (const Family* family : families()) {
+    py::list images;
+    for (const int* image = family->images; *image; ++image) images.append(version(*image));
+    if (family->ptx) images.append(version(family->ptx) + "+PTX");
+    every[family->name] = images;
+  }
+  return every;
+}
+
 py::dict build_info() {
   py::dict info;
   info["torch"] = TORCH_VERSION;
   info["compiler"] = __VERSION__;
-  info["cuda"] = false;
+  info["cuda"] = cuda_images();
 #ifdef _OPENMP
   info["openmp"] = true;
 #else
@@ -28,12 +44,12 @@ py::dict build_info() {
 
 template <class Params>
 void append_rows(const char* op, py::list& rows) {
-  for (const auto& instance : instances<Params>()) {
+  for (const auto* instance : instances<Params>()) {
     py::dict row;
-    row["name"] = instance.name;
-    row["family"] = instance.family;
+    row["name"] = instance->name;
+    row["family"] = instance->family;
     row["op"] = op;
-    row["device"] = "cpu";
+    row["device"] = instance->module ? "cuda" : "cpu";
     rows.append(row);
   }
 }
@@ -46,29 +62,48 @@ py::list all_instances() {
   return rows;
 }
 
-Problem problem(const std::string& device, const std::string& dtype) {
-  if (device != "cpu") throw py::value_error("device is '" + device + "': this build serves 'cpu'");
+DType to_dtype(const std::string& dtype) {
   for (const auto& [name, type] : {std::pair{"float32", DType::f32}, std::pair{"float64", DType::f64},
                                    std::pair{"float16", DType::f16}, std::pair{"bfloat16", DType::bf16}})
-    if (dtype == name) return {Device::cpu, cpu_level(), type};
+    if (dtype == name) return type;
   throw py::value_error("dtype is '" + dtype + "': expected float32, bfloat16, float16 or float64");
 }
 
-template <class Params>
-std::vector<std::pair<std::string, std::string>> reasons(const Problem& problem) {
-  std::vector<std::pair<std::string, std::string>> rows;
-  for (const auto& instance : instances<Params>())
-    rows.emplace_back(instance.name, why_not(instance, problem));
-  return rows;
+Reasons candidates(const std::string& op, const std::string& device, const std::string& dtype,
+                   int64_t head_dim, int64_t head_dim_v, bool plain, int capability, int64_t shared_bytes) {
+  if (device != "cpu" && device != "cuda")
+    throw py::value_error("device is '" + device + "': this build serves 'cpu' and 'cuda'");
+  const bool cuda = device == "cuda";
+  const Problem problem{cuda ? Device::cuda : Device::cpu,
+                        cuda ? capability : cpu_level(),
+                        shared_bytes,
+                        to_dtype(dtype),
+                        head_dim,
+                        head_dim_v,
+                        plain ? nullptr : "options beyond a plain call"};
+  if (op == "forward") return reasons<ForwardParams>(problem);
+  if (op == "backward") return reasons<BackwardParams>(problem);
+  if (op == "decode") return reasons<DecodeParams>(problem);
+  throw py::value_error("op is '" + op + "': expected forward, backward or decode");
 }
 
-std::vector<std::pair<std::string, std::string>> candidates(const std::string& op, const std::string& device,
-                                                            const std::string& dtype) {
-  const Problem call = problem(device, dtype);
-  if (op == "forward") return reasons<ForwardParams>(call);
-  if (op == "backward") return reasons<BackwardParams>(call);
-  if (op == "decode") return reasons<DecodeParams>(call);
-  throw py::value_error("op is '" + op + "': expected forward, backward or decode");
+// What a call of the operators in `function` would run.
+Reasons explain(const py::function& function) {
+  Reasons reasons;
+  struct Guard {
+    explicit Guard(Reasons* wanted) { explanation() = wanted; }
+    ~Guard() { explanation() = nullptr; }
+  } guard(&reasons);
+  function();
+  return reasons;
+}
+
+void add_family_of(const py::capsule& capsule) {
+  if (std::string(capsule.name()) != kContract)
+    throw py::import_error(
+        std::string("a family of kernels was compiled from other sources than flashattn._C: '") +
+        capsule.name() + "', expected '" + kContract + "'");
+  add_family(capsule.get_pointer<const Family>());
 }
 
 }  // namespace
@@ -79,7 +114,23 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("build_info", &build_info, "what this module was built with");
   m.def("instances", &all_instances, "the compiled kernels, one dict a row, in the dispatcher's order");
   m.def("candidates", &candidates, py::arg("op"), py::arg("device"), py::arg("dtype"),
-        "(name, why not) of each row for a problem; the first with an empty reason serves it");
+        py::arg("head_dim") = 64, py::arg("head_dim_v") = 64, py::arg("plain") = true,
+        py::arg("capability") = 0, py::arg("shared_bytes") = 0,
+        "(name, why not) of each row for a problem; the first with an empty reason serves it.  The last two "
+        "are those of a CUDA device");
+  m.def("explain", &explain, py::arg("function"),
+        "call it without launching anything; (name, why not) of each row for the last operator it called");
+  m.def("add_family", &add_family_of, py::arg("capsule"), "let the kernels of a CUDA family serve, first");
+  m.def(
+      "cuda_device",
+      [](int ordinal) {
+        const CudaDevice device = cuda_device(ordinal);
+        return std::tuple{device.capability, device.processors, device.shared_bytes};
+      },
+      py::arg("ordinal"),
+      "(compute capability as 10 * major + minor, multiprocessors, bytes a block may share)");
+  m.def("debug_checks", [] { return debug_checks(); }, "whether contents of CUDA tensors are checked");
+  m.def("set_debug_checks", [](bool on) { debug_checks() = on; }, py::arg("on"));
   m.def("force_family", &force_family, py::arg("family"), "only rows of this family serve; empty: any");
   m.def("forced_family", &forced_family);
   m.def(

@@ -2,11 +2,12 @@
 
 from . import _load, ops
 from ._build import VERSION as __version__
-from .dispatch import explain, force_family
+from .dispatch import debug_checks, explain, force_family
 from .functional import backward, decode, forward, merge
 from .traffic import traffic
 
 if _load.problem is None:
     ops.register("flashattn")
 
-__all__ = ["__version__", "backward", "decode", "explain", "force_family", "forward", "merge", "traffic"]
+__all__ = ["__version__", "backward", "debug_checks", "decode", "explain", "force_family", "forward", "merge",
+           "traffic"]

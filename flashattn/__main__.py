@@ -6,12 +6,13 @@ import argparse
 import os
 import platform
 import sys
+from types import ModuleType
 
 import torch
 
 import flashattn
 
-from . import _build, _load
+from . import _build, _load, dispatch
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
@@ -25,8 +26,10 @@ def doctor() -> int:
     show("flashattn", f"{flashattn.__version__} in {os.path.dirname(flashattn.__file__)}")
     show("python", f"{platform.python_version()}, {platform.platform()}")
     show("torch", f"{torch.__version__}, CUDA {torch.version.cuda or 'no'}")
-    for index in range(torch.cuda.device_count()):
-        show("gpu", f"{torch.cuda.get_device_name(index)}: this version has no CUDA kernels")
+    cards = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+    for card in cards:
+        major, minor = torch.cuda.get_device_capability(card)
+        show(str(card), f"{torch.cuda.get_device_name(card)}, compute capability {major}.{minor}")
     show("cpu", f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}, "
                 f"{torch.get_num_threads()} threads")
     show("compiler", compiler)
@@ -35,29 +38,45 @@ def doctor() -> int:
     except ImportError as error:
         show("verdict", f"BROKEN: {error}")
         return 1
-    show("built with", ", ".join(f"{name} {value}" for name, value in extension.build_info().items()))
-    rows = extension.instances()
-    show("families", ", ".join(dict.fromkeys(row["family"] for row in rows)))
-    problems = [] if extension.build_info()["openmp"] else ["compiled without OpenMP: kernels use one thread"]
-    for op in dict.fromkeys(row["op"] for row in rows):
-        for dtype in DTYPES:
-            candidates = extension.candidates(op, "cpu", dtype)
-            serving = next((name for name, why_not in candidates if not why_not), None)
-            show(op, f"{dtype:9} {serving or 'no kernel'}")
-            if serving is None:
-                problems.append(f"no kernel serves {op} in {dtype} here")
-    problems += check_arithmetic()
+    info = extension.build_info()
+    show("built with", ", ".join(f"{name} {value}" for name, value in info.items() if name != "cuda"))
+    show("images", "; ".join(f"{family}: {', '.join(images)}" for family, images in info["cuda"].items())
+                   or "no CUDA kernels")
+    show("families", ", ".join(dispatch.families()))
+    problems = [] if info["openmp"] else ["compiled without OpenMP: kernels use one thread"]
+    for device in (torch.device("cpu"), *(cards if info["cuda"] else ())):
+        problems += show_kernels(extension, device) + check_arithmetic(device)
     show("verdict", f"BROKEN: {'; '.join(problems)}" if problems else "all is well")
     return bool(problems)
 
 
-def check_arithmetic() -> list[str]:
+def show_kernels(extension: ModuleType, device: torch.device) -> list[str]:
+    """Print what serves plain calls with head dim 64; what nothing serves is a problem on the CPU."""
+    where, facts = "", {}
+    if device.type == "cuda":
+        capability, _, shared_bytes = extension.cuda_device(device.index)
+        where, facts = f" ({device})", {"capability": capability, "shared_bytes": shared_bytes}
+    missing = []
+    for op in dispatch.OPS:
+        for dtype in DTYPES:
+            candidates = extension.candidates(op, device.type, dtype, **facts)
+            serving = next((name for name, why_not in candidates if not why_not), None)
+            show(op, f"{dtype:9} {serving or 'no kernel'}{where}")
+            if serving is None and device.type == "cpu":
+                missing.append(f"no kernel serves {op} in {dtype} here")
+    return missing
+
+
+def check_arithmetic(device: torch.device) -> list[str]:
     """A known answer: with equal scores out is the mean of V and the LSE the logarithm of the keys."""
-    q, k = torch.zeros(1, 3, 2, 16), torch.zeros(1, 4, 2, 16)
-    v = torch.arange(4.0).view(1, 4, 1, 1).repeat(1, 1, 2, 16)
-    out, lse = flashattn.forward(q, k, v, return_lse=True)
+    q, k = torch.zeros(1, 3, 2, 16, device=device), torch.zeros(1, 4, 2, 16, device=device)
+    v = torch.arange(4.0, device=device).view(1, 4, 1, 1).repeat(1, 1, 2, 16)
+    try:
+        out, lse = (result.cpu() for result in flashattn.forward(q, k, v, return_lse=True))
+    except (NotImplementedError, RuntimeError) as error:
+        return [f"a forward on {device} fails: {error}"]
     right = torch.allclose(out, torch.tensor(1.5)) and torch.allclose(lse, torch.tensor(4.0).log())
-    return [] if right else ["a forward with a known answer came out wrong"]
+    return [] if right else [f"a forward with a known answer came out wrong on {device}"]
 
 
 def explain(options: argparse.Namespace) -> int:

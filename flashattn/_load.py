@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from .jit import Build
 
 _PACKAGE = Path(__file__).parent
+CUDA_FAMILIES = ("sm75", "sm80")  # each an extension module; the dispatcher prefers the last
 
 
 def ops() -> ModuleType:
@@ -70,7 +71,11 @@ def _import() -> tuple[ModuleType | None, str | None]:
         return None, (f"flashattn is compiled against torch {built_for}, but torch {torch.__version__} is "
                       f"running; C++ extensions do not carry over. {_rebuild()}")
     try:
-        return importlib.import_module("flashattn._C"), None
+        extension = importlib.import_module("flashattn._C")
+        for family in CUDA_FAMILIES:
+            if list(_PACKAGE.glob(f"_{family}.*so")):
+                extension.add_family(importlib.import_module(f"flashattn._{family}").family)
+        return extension, None
     except ImportError as error:
         return None, f"flashattn's extension does not load: {error}. {_rebuild()}"
 

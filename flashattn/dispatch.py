@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from . import _load
+from . import _load, functional
 
 OPS = ("forward", "backward", "decode")
 
@@ -38,16 +39,30 @@ def explain(q: Tensor, k: Tensor, v: Tensor | None = None, *, op: str = "forward
     Args:
         q, k, v: tensors as for :func:`flashattn.forward` or :func:`flashattn.decode`; nothing is computed.
         op: "forward", "backward" or "decode".
-        options: options of that function.  Every kernel of today serves every option; what a kernel needs
-            more than its device and dtype is taken from here.
+        options: options of that function.
 
     Raises:
-        ValueError: op is none of these, or the tensors are on a device that this build does not serve.
+        ValueError: op is none of these.
+        ValueError, TypeError: as that function.
     """
     if op not in OPS:
         raise ValueError(f"op is {op!r}: expected one of {OPS}")
+    if options.get("dropout_p"):
+        options.setdefault("seed", 0)
+
+    def call() -> None:
+        if op == "decode":
+            functional.decode(q, k, v, **options)
+        elif op == "forward":
+            functional.forward(q, k, k if v is None else v, **options)
+        else:
+            out, lse = functional.forward(q, k, k if v is None else v, return_lse=True, **options)
+            functional.backward(out, q, k, k if v is None else v, out, lse, **options)
+
+    with torch.no_grad():
+        candidates = _load.extension().explain(call)
     rejected = {}
-    for name, reason in _load.extension().candidates(op, q.device.type, str(q.dtype).removeprefix("torch.")):
+    for name, reason in candidates:
         if not reason:
             return Explanation(op, name, rejected)
         rejected[name] = reason
@@ -74,6 +89,25 @@ def force_family(name: str) -> Iterator[None]:
         yield
     finally:
         extension.force_family(before)
+
+
+@contextmanager
+def debug_checks(on: bool = True) -> Iterator[None]:
+    """Check the contents of length, index and page tensors of CUDA calls too, in the whole process.
+
+    On the CPU they are always checked.  On CUDA kernels clamp them instead, because reading them on the host
+    waits for the device; so this is slow, and a call under stream capture fails.
+
+    Args:
+        on: False switches the checks off inside the block.
+    """
+    extension = _load.extension()
+    before = extension.debug_checks()
+    extension.set_debug_checks(on)
+    try:
+        yield
+    finally:
+        extension.set_debug_checks(before)
 
 
 def families() -> list[str]:

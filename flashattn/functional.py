@@ -242,9 +242,9 @@ def decode(
     Returns:
         out, (B, Sq, Hq, Dv) or (total_q, Hq, Dv); ``(out, lse)`` with return_lse.
 
-    Raises: ValueError, TypeError, NotImplementedError: as :func:`forward`; on the CPU lengths beyond the
-    cache and page ids
-            out of range too.  The cache is untouched then.  Calling ``backward()`` through the result raises
+    Raises: ValueError, TypeError, NotImplementedError: as :func:`forward`; on the CPU, and on CUDA inside
+            :func:`flashattn.debug_checks`, lengths beyond the cache and page ids out of range too.  The
+            cache is untouched then.  Calling ``backward()`` through the result raises
             NotImplementedError.
     """
     ops = _load.ops()

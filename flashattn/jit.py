@@ -68,7 +68,8 @@ def load(
     build at once compile it once; a killed one leaves nothing that could be taken for a build.
 
     Args:
-        rows: names of kernels from csrc/instances.py; None is every CPU kernel.
+        rows: names of CPU kernels from csrc/instances.py; None is every one.  CUDA kernels are compiled
+            by an installation only.
         extra_cxx_flags: appended to the compiler flags of flashattn/_build.py.
         verbose: show the compiler's command lines.
 
@@ -77,12 +78,17 @@ def load(
 
     Raises:
         ValueError, TypeError: an unknown row; a string in place of a list.
+        NotImplementedError: a row of a CUDA kernel.
         RuntimeError: what a build needs is missing (the text says what to type); compiler errors; the sources
             were edited meanwhile.
     """
     for name, value in (("rows", rows), ("extra_cxx_flags", extra_cxx_flags)):
         if isinstance(value, str):
             raise TypeError(f"{name}={value!r}: expected a list of strings")
+    cuda = {row.name for row in _build.instances().ROWS if row.module != "cpu"} & set(rows or ())
+    if cuda:
+        raise NotImplementedError(f"rows has {sorted(cuda)}: CUDA kernels are not compiled at run time, "
+                                  f"expected rows of CPU kernels. To compile those run:\n  {_build.INSTALL}")
     flags = [*_build.CXX_FLAGS, *extra_cxx_flags]
     namespace = f"flashattn_{_digest(rows, flags)}"
     with _loading:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 CXX = (".h", ".cuh", ".cpp", ".cu")
-ARCHS = ("cpu", "sm75", "sm80", "sm90")
+FOLDERS = ("cpu", "mma", "sm90")  # of kernels; any/ and common/ are everybody's
 ENVIRONMENT_READERS = ("setup.py", "flashattn/_build.py", "flashattn/_load.py", "flashattn/jit.py")
 MOST_VARIABLES = 6
 
@@ -19,6 +19,9 @@ MOST_VARIABLES = 6
 SEARCHES = (
     ("torch headers only in the binding", CXX, r'#\s*include\s*[<"](torch|ATen|c10)/',
      r"csrc/((ops|autograd|python)\.cpp|ops_checks\.h)"),
+    ("no CUDA header in flashattn._C", CXX, r'#\s*include\s*[<"](cuda|cooperative_groups)',
+     r"csrc/(families/.*|(common|any|mma|sm90)/.*\.cuh)"),
+    ("pybind11 only in the modules", CXX, r'#\s*include\s*[<"]pybind11/', r"csrc/families/module\.h"),
     ("asm only in the PTX wrappers", CXX, r"\b(__)?asm(__)?\b", r"csrc/(common/ptx|sm90/(ptx|wgmma))\.cuh"),
     ("launches only in launch.cuh and any/", CXX, r"<<<", r"csrc/(\w+/launch\.cuh|any/.*)"),
     ("no function-like macro", CXX, r"#\s*define\s+(?!FLASHATTN_CUDA_CHECK\()\w+\(", None),
@@ -47,8 +50,8 @@ def _broken(path: str, suffix: str, line: str) -> Iterator[str]:
             yield rule
     folder = re.match(r"csrc/(\w+)/", path)
     included = re.search(r'#\s*include\s*"(\w+)/', line)
-    if folder and included and {folder[1], included[1]} <= set(ARCHS) and included[1] != folder[1]:
-        yield "an arch folder includes common/ and itself only"
+    if folder and included and {folder[1], included[1]} <= set(FOLDERS) and included[1] != folder[1]:
+        yield "a folder of kernels includes common/, any/ and itself only"
 
 
 def _variables(root: Path) -> Iterator[str]:

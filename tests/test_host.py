@@ -1,8 +1,12 @@
 """Host logic against brute force: mask ranges, split choice, the table of kernels and its dispatch."""
 
 import importlib.util
+import json
+import os
 import platform
+import subprocess
 import sys
+import sysconfig
 from collections import Counter
 from pathlib import Path
 
@@ -11,7 +15,7 @@ import torch
 
 import flashattn
 from compare import check_backward, check_decode, check_forward
-from flashattn import _load
+from flashattn import _build, _load, dispatch
 
 CAPS = {"forward": 80, "backward": 60, "decode": 30}         # rows of a family
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
@@ -28,7 +32,10 @@ def table():
 
 
 TABLE = table()
-ROWS = TABLE.rows(list(TABLE.FAMILY_SOURCES), platform.machine())
+CPU_ROWS = TABLE.rows("cpu", platform.machine())
+# What this build holds, in the dispatcher's order.
+ROWS = [row for module in reversed(TABLE.CUDA_MODULES) if module in _load.extension().build_info()["cuda"]
+        for row in TABLE.rows(module, platform.machine())] + CPU_ROWS
 
 
 def candidates(op, dtype=torch.float32):
@@ -134,14 +141,29 @@ def test_caps():
 
 @pytest.mark.parametrize("machine", ["x86_64", "aarch64", "riscv64"])
 def test_every_machine_has_a_kernel_for_every_op(machine):
-    assert {row.op for row in TABLE.rows(["cpu"], machine)} == set(TABLE.OPS)
+    assert {row.op for row in TABLE.rows("cpu", machine)} == set(TABLE.OPS)
+
+
+def test_the_modules_that_are_loaded_are_those_of_the_table():
+    assert _load.CUDA_FAMILIES == TABLE.CUDA_MODULES
+    assert {row.module for row in TABLE.ROWS} == {"cpu", *TABLE.CUDA_MODULES}
+
+
+@pytest.mark.parametrize("module", TABLE.CUDA_MODULES)
+def test_a_general_row_is_the_last_of_its_family_and_dtype(module):
+    """So that every call finds a kernel: what the others refuse, it serves."""
+    for op in ("forward", "backward"):
+        for dtype in map(str, DTYPES):
+            mine = [row for row in TABLE.rows(module, "any") if row.op == op
+                    and dtype.removeprefix("torch.") in row.dtypes]
+            assert mine[-1].head_dims == "any"
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("op", TABLE.OPS)
 def test_every_dtype_is_served(op, dtype):
     asked = candidates(op, dtype)
-    assert [name for name, _ in asked] == [row.name for row in ROWS if row.op == op]
+    assert [name for name, _ in asked] == [row.name for row in CPU_ROWS if row.op == op]
     assert any(why_not == "" for _, why_not in asked)
 
 
@@ -160,8 +182,7 @@ def test_candidates_refuses(arguments, text):
 def test_force_family():
     """Only that family serves inside the block; nested blocks and errors restore what was before."""
     before = candidates("forward")
-    families = sorted({row["family"] for row in _load.extension().instances()})
-    for family in families:
+    for family in dispatch.families():
         with flashattn.force_family(family):
             for (name, why_not), (_, why_not_before) in zip(candidates("forward"), before, strict=True):
                 same = family_of(name) == family
@@ -194,7 +215,12 @@ def test_explain_names_the_kernel_that_serves(op):
 
 
 def test_explain_refuses():
+    """What the function refuses too."""
     q = torch.randn(1, 4, 2, 8)
+    with pytest.raises(TypeError, match="attend"):
+        flashattn.explain(q, q, q, attend=True)
+    with pytest.raises(ValueError, match="softcap is -1"):
+        flashattn.explain(q, q, q, softcap=-1.0)
     with pytest.raises(ValueError, match="op.*attend.*forward"):
         flashattn.explain(q, q, q, op="attend")
 
@@ -203,13 +229,114 @@ def test_build_info():
     info = _load.extension().build_info()
     assert info["torch"] == torch.__version__.split("+")[0]
     assert info["openmp"] is True, "without OpenMP the kernels are serial"
-    assert isinstance(info["compiler"], str) and isinstance(info["cuda"], bool)
+    assert isinstance(info["compiler"], str) and isinstance(info["cuda"], dict)
+
+
+def test_explain_computes_nothing_and_leaves_nothing_behind():
+    q, cache = torch.randn(1, 1, 2, 8), torch.zeros(1, 4, 2, 8)
+    flashattn.explain(q, cache, cache, op="decode", k_new=q, v_new=q, cache_seqlens=0)
+    assert not cache.any()
+    flashattn.decode(q, cache, cache.clone(), k_new=q, v_new=q, cache_seqlens=0)
+    assert cache.any()
+
+
+def test_debug_checks():
+    """A switch of the process, off unless asked for; without CUDA tensors it changes nothing."""
+    on = _load.extension().debug_checks
+    assert not on()
+    with flashattn.debug_checks():
+        assert on()
+        with flashattn.debug_checks(False):
+            assert not on()
+        with pytest.raises(ZeroDivisionError), flashattn.debug_checks():
+            1 / 0  # noqa: B018
+        assert on()
+        check_forward(*(torch.randn(1, 4, 2, 8) for _ in range(3)), causal=True)
+    assert not on()
+
+
+# Dispatch to CUDA families ----------------------------------------------------------------------------------
+
+@pytest.fixture(scope="module")
+def faked(tmp_path_factory):
+    """What tests/fake_families.py found."""
+    folder, here = tmp_path_factory.mktemp("fake"), Path(__file__).parent
+    includes = [_build.csrc(), Path(torch.__file__).parent / "include", sysconfig.get_path("include")]
+    library = folder / f"fakes{sysconfig.get_config_var('EXT_SUFFIX')}"
+    subprocess.run(["c++", "-std=c++17", "-shared", "-fPIC", "-fvisibility=hidden",
+                    *(f"-I{path}" for path in includes), f'-DCONTRACT="{TABLE.contract()}"',
+                    here / "host" / "fake_families.cpp", "-o", library], check=True)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(folder), str(here.parent)])}
+    result = subprocess.run([sys.executable, here / "fake_families.py"], check=True, text=True,
+                            stdout=subprocess.PIPE, env=environment)
+    return json.loads(result.stdout)
+
+
+def test_added_families_come_first(faked):
+    assert [row["name"] for row in faked["instances"]] == ["new", "wide", "rest", "old"]
+    assert all(row["device"] == "cuda" for row in faked["instances"])
+    assert faked["cuda"] == {"sm80": ["8.0", "9.0", "12.0", "9.0+PTX"], "sm75": ["7.5"]}
+    assert faked["families"][:2] == ["sm80", "sm75"] and faked["device"] == [90, 132, 227 << 10]
+
+
+def test_a_family_of_other_sources_is_refused(faked):
+    assert "compiled from other sources" in faked["stale"] and TABLE.contract() in faked["stale"]
+
+
+def test_every_chip(faked):
+    """The reasons of every row on every chip, against the rules written down once more."""
+    shared = {75: 64, 80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
+    for chip, dtype, head_dim, plain, candidates in faked["choices"]:
+        reasons = dict(candidates)
+        assert list(reasons) == ["new", "wide", "rest", "old"]
+        image = chip >= 80                                    # of sm80: 8.0 for 8.x, 9.0, 12.0, PTX for 10.0
+        half, narrow = dtype != "float32", {"new": 64, "wide": 128, "rest": 999}
+        fits = {name: image and (half or name == "rest") and head_dim <= narrow[name]
+                and (plain or name == "rest") and {"new": 48, "wide": 160, "rest": 0}[name] <= shared[chip]
+                for name in narrow}
+        fits["old"] = chip == 75 and dtype == "float16" and head_dim <= 128
+        assert {name: reason == "" for name, reason in candidates} == fits, (chip, dtype, head_dim, plain)
+        if chip in (86, 89, 120) and half and head_dim == 128 and plain:
+            assert reasons["wide"] == "needs 163840 bytes of shared memory a block, the device has 101376"
+        if chip == 75:
+            assert reasons["rest"] == "needs compute capability 8.0 or newer, this is 7.5"
+        else:
+            assert reasons["old"] == f"was not built for compute capability {chip / 10}, only for 7.5"
+            if not half:
+                assert reasons["new"] == "serves float16 and bfloat16 only"
+            elif head_dim == 256:
+                assert reasons["wide"] == "serves head dims (D, Dv) up to (128, 128)"
+            elif head_dim == 64 and not plain:
+                assert reasons["new"] == "does not serve options beyond a plain call"
+
+
+def test_forced_and_missing(faked):
+    assert faked["decode"] == []
+    assert dict(map(tuple, faked["forced"])) == {
+        **dict.fromkeys(("new", "wide", "rest"), "family sm75 is forced"),
+        "old": "was not built for compute capability 9.0, only for 7.5"}
+
+
+@pytest.mark.parametrize(("call", "text"), [
+    ("nothing", None), ("causal", None), ("one row", None),
+    *((name, name) for name in ("softcap", "alibi_slopes", "bias", "mask", "dropout")),
+    ("scale", "a scale that is not positive"),
+    *((name, "a head dim that is not a multiple of 8") for name in ("D", "Dv")),
+    *((name, "a tensor whose base or strides are not multiples of 16 bytes") for name in ("base", "strides")),
+])
+def test_beyond_plain(faked, call, text):
+    assert faked["calls"][call] == [text and f"does not serve {text}"] * 2
+
+
+def test_beyond_plain_out(faked):
+    assert "16 bytes" in faked["out"]
+    assert not faked["random state changed"]
 
 
 # Every row computes -----------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+@pytest.mark.parametrize("row", CPU_ROWS, ids=lambda row: row.name)
 def test_row(row, dtype, device):
     """Each row of the table, forced, is right; a row that this machine cannot run is refused by name."""
     q, k, v = (torch.randn(2, rows, heads, 24, dtype=dtype, device=device)

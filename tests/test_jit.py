@@ -231,6 +231,8 @@ def test_arguments(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     with pytest.raises(ValueError, match="rows.*no_such_row.*forward_cpu_baseline"):
         jit.load(rows=["no_such_row"])
+    with pytest.raises(NotImplementedError, match="rows has .*forward_sm80_f32_simt.*expected rows of CPU"):
+        jit.load(rows=[ROW, "forward_sm80_f32_simt"])
     with pytest.raises(TypeError, match="rows='forward_cpu_baseline': expected a list"):
         jit.load(rows=ROW)
     with pytest.raises(TypeError, match="extra_cxx_flags='-g': expected a list"):

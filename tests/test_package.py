@@ -108,7 +108,8 @@ def test_old_torch(tree, bare):
 
 
 @pytest.mark.parametrize("environment, text", [
-    ({"FLASHATTN_CUDA": "on"}, "FLASHATTN_CUDA=on, but flashattn 0.1.0 has no CUDA kernels yet"),
+    ({"FLASHATTN_ARCHS": "8.0;sm_90"}, "FLASHATTN_ARCHS has 'sm_90': accepted are compute capabilities"),
+    ({"FLASHATTN_ARCHS": "7.0"}, "FLASHATTN_ARCHS has '7.0': accepted are compute capabilities from 7.5 on"),
     ({"FLASHATTN_CUDA": "yes"}, "FLASHATTN_CUDA=yes: accepted are auto, on and off"),
     ({"CXX": "no-such-compiler"}, "no C++ compiler: no-such-compiler is not on PATH"),
     ({"CXX": "cat"}, "flashattn needs g++ 11 or newer"),
@@ -142,16 +143,67 @@ def test_ninja_of_an_environment_that_is_not_activated(tree, tmp_path):
     assert result.output == "checked\n"
 
 
-@pytest.mark.parametrize("cuda, environment, warning", [
-    (None, {"FLASHATTN_ARCHS": "8.0"}, "FLASHATTN_ARCHS is set"),
-    ("13.0", {}, "torch is a CUDA 13.0 build"),
-    ("13.0", {"FLASHATTN_ARCHS": "8.0", "FLASHATTN_CUDA": "off"}, None)])
-def test_decision_is_loud_where_cuda_kernels_could_be_expected(tree, cuda, environment, warning):
-    script = f"import _build, torch; torch.version.cuda = {cuda!r}; print(_build.decision())"
-    result = run(sys.executable, "-c", script, cwd=tree / "flashattn", **environment)
-    assert "building the CPU kernels" in result.output
-    assert ("WARNING: " in result.output) is (warning is not None)
-    assert (warning or "") in result.output
+ALL = "sm75 (7.5), sm80 (8.0, 9.0, 12.0, PTX of 8.0)"
+
+
+@pytest.fixture
+def toolkit(tmp_path):
+    """CUDA 13.0 as far as the decision looks."""
+    nvcc = tmp_path / "cuda" / "bin" / "nvcc"
+    nvcc.parent.mkdir(parents=True)
+    nvcc.write_text("#!/bin/sh\necho 'Cuda compilation tools, release 13.0, V13.0.88'\n")
+    nvcc.chmod(0o755)
+    (tmp_path / "cuda" / "include").mkdir()
+    (tmp_path / "cuda" / "include" / "cuda_runtime.h").touch()
+    return tmp_path / "cuda"
+
+
+def decide(tree, cuda, *, cards=(), **environment):
+    """What _build.decision() says where torch is of this CUDA version and sees these cards."""
+    script = ("import _build, torch\n"
+              f"torch.version.cuda, cards = {cuda!r}, {cards!r}\n"
+              "torch.cuda.device_count = lambda: len(cards)\n"
+              "torch.cuda.get_device_capability = cards.__getitem__\n"
+              "print(_build.decision())")
+    return run(sys.executable, "-c", script, cwd=tree / "flashattn",
+               **{"FLASHATTN_CUDA": None, "FLASHATTN_ARCHS": None, **environment})
+
+
+@pytest.mark.parametrize("cards, archs, families", [
+    ((), None, f"{ALL}, for every card, because none is visible"),
+    (((9, 0),), None, "sm80 (9.0), for the visible cards"),
+    (((8, 6), (7, 5), (7, 0)), None, "sm75 (7.5), sm80 (8.6), for the visible cards"),
+    (((9, 0),), "7.5+PTX", "sm75 (7.5, PTX of 7.5), for FLASHATTN_ARCHS"),
+    ((), "10.0, 8.9+PTX;8.0+PTX", "sm80 (8.0, 8.9, 10.0, PTX of 8.0), for FLASHATTN_ARCHS"),
+])
+def test_decision_names_the_families(tree, toolkit, cards, archs, families):
+    result = decide(tree, "13.2", cards=cards, FLASHATTN_ARCHS=archs, CUDA_HOME=str(toolkit))
+    assert f"building the CPU kernels and {families}" in result.output
+    assert f"with nvcc in {toolkit}" in result.output and "WARNING" not in result.output
+
+
+@pytest.mark.parametrize("cuda, archs, mode, reason, warns", [
+    (None, None, None, "torch {torch} is not a CUDA build", False),
+    (None, "8.0", None, "torch {torch} is not a CUDA build", True),
+    ("12.8", None, None, "nvcc in {home} is of CUDA 13.0, torch of CUDA 12.8", True),
+    ("13.0", "8.0", "off", "of FLASHATTN_CUDA=off", False),
+])
+def test_decision_is_loud_where_cuda_kernels_are_expected(tree, toolkit, cuda, archs, mode, reason, warns):
+    environment = {"FLASHATTN_ARCHS": archs, "CUDA_HOME": str(toolkit)}
+    result = decide(tree, cuda, FLASHATTN_CUDA=mode, **environment)
+    reason = reason.format(torch=torch.__version__, home=toolkit)
+    assert f"building the CPU kernels only, because {reason}" in result.output
+    assert ("WARNING: " in result.output) is warns
+    if mode is None:
+        result = decide(tree, cuda, FLASHATTN_CUDA="on", **environment)
+        assert result.returncode and f"BuildError: FLASHATTN_CUDA=on, but {reason}" in result.output
+
+
+def test_no_toolkit(tree, tmp_path):
+    script = ("import _build; _build.shutil.which = lambda *_: None; _build.Path.exists = lambda _: False\n"
+              "import torch; torch.version.cuda = '13.0'; print(_build.cuda_images())")
+    result = run(sys.executable, "-c", script, cwd=tree / "flashattn", FLASHATTN_CUDA=None)
+    assert "there is no CUDA toolkit: neither CUDA_HOME, nvcc on PATH nor" in result.output
 
 
 # ---- archives ----------------------------------------------------------------------------------------------
@@ -295,13 +347,15 @@ def test_nothing_crosses_the_boundaries():
     ("csrc/cpu/forward.h", "#  include <ATen/Parallel.h>", "torch headers"),
     ("csrc/cpu/forward.h", '  asm volatile("nop");', "asm only"),
     ("csrc/cpu/forward.h", '  __asm__("nop");', "asm only"),
-    ("csrc/sm80/fwd.cuh", "  forward_kernel<C><<<grid, block>>>(p);", "launches only"),
+    ("csrc/mma/fwd.cuh", "  forward_kernel<C><<<grid, block>>>(p);", "launches only"),
+    ("csrc/dispatch.h", "#include <cuda_runtime_api.h>", "no CUDA header"),
+    ("csrc/instance.h", "#include <pybind11/pybind11.h>", "pybind11 only"),
     ("csrc/common/mask.h", "#define MIN(a, b) ((a) < (b) ? (a) : (b))", "function-like macro"),
     ("csrc/common/mask.h", "#ifdef WITH_DROPOUT", "#if for features"),
     ("csrc/common/mask.h", "#if defined(__x86_64__) && FLASHATTN_FAST", "#if for features"),
     ("csrc/dispatch.cpp", '  if (std::getenv("FLASHATTN_FORCE")) return;', "environment"),
     ("flashattn/functional.py", 'DEBUG = os.environ.get("FLASHATTN_DEBUG")', "environment"),
-    ("csrc/sm90/fwd.cuh", '#include "sm80/fwd.cuh"', "arch folder"),
+    ("csrc/sm90/fwd.cuh", '#include "mma/fwd.cuh"', "folder of kernels"),
     ("flashattn/jit.py", 'os.environ.get("FLASHATTN_SECRET")', "FLASHATTN_SECRET is not explained"),
     ("flashattn/jit.py", str([f"FLASHATTN_{name}" for name in "ABCDE"]), "at most 6"),
 ])
@@ -315,11 +369,11 @@ def test_a_planted_violation_is_found(tree, path, line, rule):
 
 
 @pytest.mark.parametrize("path, line", [
-    ("csrc/sm80/launch.cuh", "  forward_kernel<C><<<grid, block>>>(p);"),
+    ("csrc/mma/launch.cuh", "  forward_kernel<C><<<grid, block>>>(p);"),
     ("csrc/common/ptx.cuh", '  asm volatile("cp.async.wait_all;");'),
     ("csrc/common/ptx.cuh", "#define FLASHATTN_CUDA_CHECK(call) check(call)"),
-    ("csrc/sm80/fwd.cuh", '#include "common/mask.h"'),
-    ("csrc/sm80/fwd.cuh", "#if defined(__CUDACC__) && __GNUC__ > 11"),
+    ("csrc/mma/fwd.cuh", '#include "common/mask.h"'),
+    ("csrc/mma/fwd.cuh", "#if defined(__CUDACC__) && __GNUC__ > 11"),
 ])
 def test_what_is_allowed_is_not_found(tree, path, line):
     file = tree / path

@@ -38,6 +38,13 @@ struct VisibleKeys {
   FLASHATTN_HD int first(int query) const { return within(query + first_offset); }
   FLASHATTN_HD int last(int query) const { return query < len_q ? within(query + last_offset) : 0; }
 
+  // The queries that see every key of [key, end).
+  FLASHATTN_HD RowRange rows_of_all(int key, int end) const {
+    const int low = end - last_offset, high = key - first_offset + 1;
+    const RowRange range{low < 0 ? 0 : low, high > len_q ? len_q : high};
+    return end <= len_k && range.first < range.last ? range : RowRange{0, 0};
+  }
+
   // The queries that see a key of [key, end).
   FLASHATTN_HD RowRange rows(int key, int end) const {
     if (end > len_k) end = len_k;
@@ -48,7 +55,10 @@ struct VisibleKeys {
 
  private:
   static constexpr int64_t kFar = 1 << 30;
-  FLASHATTN_HD int within(int key) const { return key < 0 ? 0 : key > len_k ? len_k : key; }
+  FLASHATTN_HD int within(int key) const {
+    key = key < 0 ? 0 : key;
+    return key < len_k ? key : len_k;
+  }
 };
 
 }  // namespace flashattn

@@ -11,6 +11,13 @@
 
 namespace flashattn::ptx {
 
+// The same number, which the compiler takes for a new one: what follows from it is computed again instead of
+// occupying registers.
+__device__ inline int recomputed(int x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
+
 // Address in the shared window, as ldmatrix and cp.async want it.
 __device__ inline uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));

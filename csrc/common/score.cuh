@@ -79,12 +79,10 @@ struct ScoreTile {
     return view.batch * x.batch + view.head * x.head + query * x.row + k;
   }
 
-  // Scores of keys that a row does not see become `hidden`.
-  template <int kM, int kN>
-  __device__ void hide(Accumulator<kM, kN>& s, float hidden) const {
-    each(s, [&](float& x, int query, int k) {
-      if (k < visible.first(query) || k >= visible.last(query)) x = hidden;
-    });
+  // What belongs to keys that a row does not see becomes `hidden`.
+  template <class... Accumulators>
+  __device__ void hide(float hidden, Accumulators&... accumulators) const {
+    (hide_one(hidden, accumulators), ...);
   }
 
   // Products q k become logits; cap_slope, of the same shape or null, the derivative of the softcap.
@@ -114,10 +112,26 @@ struct ScoreTile {
         if (within(query, k) && !seen[offset(score.mask, query, k)]) x = -INFINITY;
       });
     }
-    hide(s, -INFINITY);
+    hide(-INFINITY, s);
   }
 
  private:
+  template <int kM, int kN>
+  __device__ void hide_one(float hidden, Accumulator<kM, kN>& s) const {
+#pragma unroll
+    for (int m = 0; m < kM; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int query = row + fragment_row(lane, m, 2 * half), own_key = key + fragment_column(lane, 0, 0);
+        const int first = visible.first(query) - own_key, last = visible.last(query) - own_key;
+#pragma unroll
+        for (int n = 0; n < kN; ++n)
+#pragma unroll
+          for (int i = 0; i < 2; ++i)
+            if (n * 8 + i < first || n * 8 + i >= last) s.x[m][n][2 * half + i] = hidden;
+      }
+  }
+
   // tanh x = 1 - 2 / (1 + e^2x), to about 1e-7.
   template <int kM, int kN>
   __device__ void softcap(Accumulator<kM, kN>& s, float cap, Accumulator<kM, kN>* cap_slope) const {

@@ -107,24 +107,32 @@ struct Accumulator {
         for (int e = 0; e < 4; ++e) x[m][n][e] = 0;
   }
 
-  // += A B over k in [0, depth), the warp's blocks starting at row m0 of A and column n0 of B.
-  template <class C, int depth, class A, class B>
+  // += A B over k in [0, depth), the warp's blocks starting at row m0 of A and column n0 of B.  `ahead` reads
+  // the next operands before they are needed, which takes registers.
+  template <class C, int depth, bool ahead, class A, class B>
   __device__ void multiply(const A& a, int m0, const B& b, int n0) {
+    constexpr int kBuffers = ahead ? 2 : 1;
+    uint32_t a_frag[kBuffers][kM][4], b_frag[kBuffers][kN / 2][4];
+    const auto load = [&](int k) {
+#pragma unroll
+      for (int m = 0; m < kM; ++m) a.load(a_frag[k / 16 % kBuffers][m], m0 + m * 16, k);
+#pragma unroll
+      for (int n = 0; n < kN; n += 2) b.load(b_frag[k / 16 % kBuffers][n / 2], k, n0 + n * 8);
+    };
+    if (ahead) load(0);
 #pragma unroll
     for (int k = 0; k < depth; k += 16) {
-      uint32_t a_frag[kM][4];
+      if (!ahead) load(k);
+      if (ahead && k + 16 < depth) load(k + 16);
+      const auto& a_now = a_frag[k / 16 % kBuffers];
+      const auto& b_now = b_frag[k / 16 % kBuffers];
 #pragma unroll
-      for (int m = 0; m < kM; ++m) a.load(a_frag[m], m0 + m * 16, k);
-#pragma unroll
-      for (int n = 0; n < kN; n += 2) {
-        uint32_t b_frag[4];
-        b.load(b_frag, k, n0 + n * 8);
+      for (int n = 0; n < kN; n += 2)
 #pragma unroll
         for (int m = 0; m < kM; ++m) {
-          multiply_add<C>(x[m][n], a_frag[m], b_frag[0], b_frag[1]);
-          multiply_add<C>(x[m][n + 1], a_frag[m], b_frag[2], b_frag[3]);
+          multiply_add<C>(x[m][n], a_now[m], b_now[n / 2][0], b_now[n / 2][1]);
+          multiply_add<C>(x[m][n + 1], a_now[m], b_now[n / 2][2], b_now[n / 2][3]);
         }
-      }
     }
   }
 };
@@ -165,30 +173,21 @@ struct RowCopy {
   static constexpr int kLanes = T::kLanesPerRow, kRowsPerPass = threads / kLanes;
   static_assert(T::kRows % kRowsPerPass == 0 && kRowsPerPass % 8 == 0, "whole passes of one swizzle");
 
-  const uint16_t* lane_data;  // of row 0
-  int64_t stride;
-  uint32_t lane_offset;  // in the tile
-  int lane_row, columns;  // columns from the lane's first on
-
-  __device__ RowCopy(const void* data, int64_t row_stride, int64_t column_count, int thread)
-      : lane_data(static_cast<const uint16_t*>(data) + thread / kLanes * row_stride + thread % kLanes * kChunk),
-        stride(row_stride),
-        lane_offset(T{0}.chunk(thread / kLanes, thread % kLanes)),
-        lane_row(thread / kLanes),
-        columns(static_cast<int>(column_count) - thread % kLanes * kChunk) {}
-
-  // Rows from `row` on, `offset` elements further.
-  __device__ void load(const T& tile, int row, int first, int last, int64_t offset = 0) const {
-    const uint16_t* from = lane_data + row * stride + offset;
+  // `data` is where row `row`, the tile's first, lies.
+  __device__ static void load(const T& tile, const uint16_t* data, int64_t stride, int64_t columns, int row,
+                              int first, int last) {
+    const int thread = ptx::recomputed(threadIdx.x), lane_row = thread / kLanes, lane_chunk = thread % kLanes;
+    const uint16_t* from = data + (lane_row * stride + lane_chunk * kChunk);
+    const uint32_t lane_to = tile.chunk(lane_row, lane_chunk);
+    const int lane_columns = static_cast<int>(columns) - lane_chunk * kChunk;
 #pragma unroll
     for (int pass = 0; pass < T::kRows; pass += kRowsPerPass) {
       const bool row_counts =
           static_cast<unsigned>(row - first + lane_row + pass) < static_cast<unsigned>(last - first);
 #pragma unroll
-      for (int group = 0; group < T::kColumns / kChunk; group += kLanes) {
-        const uint32_t to = tile.base + lane_offset + (pass * T::kPitch + group * kChunk * 2);
-        copy(to, from + pass * stride + group * kChunk, row_counts ? columns - group * kChunk : 0);
-      }
+      for (int group = 0; group < T::kColumns / kChunk; group += kLanes)
+        copy(lane_to + (pass * T::kPitch + group * kChunk * 2), from + pass * stride + group * kChunk,
+             row_counts ? lane_columns - group * kChunk : 0);
     }
   }
 

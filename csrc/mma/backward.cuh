@@ -5,6 +5,7 @@
 //   The warps are a grid for each of the products: (rows, keys), (keys, columns) and (rows, columns).
 #pragma once
 
+#include "common/scheduler.h"
 #include "common/score.cuh"
 
 namespace flashattn::mma {
@@ -20,7 +21,8 @@ struct BackwardTiles {
   using P = Tile<C::kRows, C::kKeys>;
   static constexpr int kStatisticsBytes = C::kRows * static_cast<int>(sizeof(float2));
   static constexpr int kStageBytes = Q::kBytes + DOut::kBytes + kStatisticsBytes;
-  static constexpr int kBytes = K::kBytes + V::kBytes + 2 * P::kBytes + C::kStages * kStageBytes;
+  static constexpr int kKept = K::kBytes + V::kBytes + 2 * P::kBytes + C::kStages * kStageBytes;
+  static constexpr int kBytes = kKept + 64;
 
   uint32_t base = ptx::shared_address(shared_memory);
   __device__ K k() const { return {base}; }
@@ -68,9 +70,10 @@ struct BackwardWorkspace {
   }
 };
 
+// The first keys of a head, which most queries see when causal, are its tile 0.
 template <class C>
-FLASHATTN_HD int64_t backward_tiles(const BackwardParams& p) {
-  return (p.seqlen_k.rows + C::kKeys - 1) / C::kKeys * p.heads_k * p.batch;
+FLASHATTN_HD TileOrder backward_tiles(const BackwardParams& p) {
+  return {(p.seqlen_k.rows + C::kKeys - 1) / C::kKeys, p.heads_k * p.batch};
 }
 
 // Statistics of the rows that a lane holds.
@@ -146,7 +149,7 @@ __device__ inline void differentiate_general(const BackwardParams& p, const Scor
         for (int e = 0; e < 4; ++e) ds.x[m][n][e] *= cap_slope.x[m][n][e];
 }
 
-// Adds the warp's part of dQ to the sums; `rows_left` of its rows exist.
+// Adds the warp's part of dQ to the sums; `rows_left` of its rows count.
 template <class C, int kM, int kN>
 __device__ inline void add_query_sums(float* sums, const Accumulator<kM, kN>& dq, int rows_left, int lane) {
   using Workspace = BackwardWorkspace<C>;
@@ -177,152 +180,163 @@ struct Turn {
   }
 };
 
-// Which keys of which KV head a block owns, and the tiles of rows that see them.
-template <class C>
-struct BackwardTask {
-  int64_t batch, head_k;
-  int key;
+// Values that the loop needs at edges and turns only: in shared memory, not in registers.
+struct Kept {
+  VisibleKeys visible;
+  int* turns;  // of the first head
+};
 
-  __device__ explicit BackwardTask(const BackwardParams& p) {
-    const int64_t tile = static_cast<int64_t>(blockIdx.y) * gridDim.x + blockIdx.x;
-    const int64_t tiles_of_head = (p.seqlen_k.rows + C::kKeys - 1) / C::kKeys, index = tile / tiles_of_head;
-    batch = index / p.heads_k, head_k = index % p.heads_k;
-    key = static_cast<int>(tile % tiles_of_head) * C::kKeys;
-  }
+// Products of a warp: (rows, keys) for S, dP and dQ, (keys, columns) for dK and dV.
+template <class C>
+struct BackwardWarps {
+  static constexpr int kOthers = C::kWarps / C::kRowWarps, kColumnWarps = C::kWarps / C::kKeyWarps;
+  static constexpr int kM = C::kRows / C::kRowWarps / 16, kN = C::kKeys / kOthers / 8;
+  static constexpr int kQueryN = C::kHeadDim / kOthers / 8;
+  static constexpr int kKeyM = C::kKeys / C::kKeyWarps / 16;
+  static constexpr int kKeyN = C::kHeadDim / kColumnWarps / 8, kKeyNv = C::kHeadDimV / kColumnWarps / 8;
 };
 
 template <class C>
 __global__ void __launch_bounds__(C::kWarps * 32, C::kMinBlocks)
     backward_kernel(const __grid_constant__ BackwardParams p) {
   using Tiles = BackwardTiles<C>;
-  constexpr int kM = C::kRows / C::kRowWarps / 16, kN = C::kKeys / (C::kWarps / C::kRowWarps) / 8;
-  constexpr int kKeyM = C::kKeys / C::kKeyWarps / 16, kColumnWarps = C::kWarps / C::kKeyWarps;
-  constexpr int kKeyN = C::kHeadDim / kColumnWarps / 8, kKeyNv = C::kHeadDimV / kColumnWarps / 8;
-  constexpr int kQueryN = C::kHeadDim / (C::kWarps / C::kRowWarps) / 8;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int row_warp = warp % C::kRowWarps * kM * 16, key_warp = warp / C::kRowWarps * kN * 8;
-  const int own_key = warp % C::kKeyWarps * kKeyM * 16, own_column = warp / C::kKeyWarps;
-  const int query_column = warp / C::kRowWarps * kQueryN * 8;
-  const BackwardTask<C> task(p);
-  if (task.batch >= p.batch) return;
-  const int64_t group = p.heads_q / p.heads_k, first_head = task.head_k * group;
-  const View view(p, task.batch, first_head);
-  const int key = task.key;
+  using Warps = BackwardWarps<C>;
+  using CopyQ = RowCopy<C, typename Tiles::Q, Tiles::kThreads>;
+  using CopyDOut = RowCopy<C, typename Tiles::DOut, Tiles::kThreads>;
+  const int warp = threadIdx.x / 32;
+  const int row_warp = warp % C::kRowWarps * Warps::kM * 16, key_warp = warp / C::kRowWarps * Warps::kN * 8;
+  const int own_key = warp % C::kKeyWarps * Warps::kKeyM * 16, own_column = warp / C::kKeyWarps;
+  const int query_column = warp / C::kRowWarps * Warps::kQueryN * 8;
+  const TileOrder order = backward_tiles<C>(p);
+  if (block_index() >= order.count()) return;
+  const TileOrder::Place place = order.place(block_index());
+  const int64_t batch = place.head / p.heads_k, group = p.heads_q / p.heads_k;
+  const int64_t first_head = place.head % p.heads_k * group;
+  const int key = static_cast<int>(place.tile) * C::kKeys;
+  const View view(p, batch, first_head);
   if (key >= view.k.allotted) return;
-  const VisibleKeys visible = view.visible(p.score);
-  const RowRange rows = visible.rows(key, key + C::kKeys);
-  const int first_tile = rows.first / C::kRows,
-            tiles_of_head = rows.first < rows.last ? (rows.last - 1) / C::kRows - first_tile + 1 : 0;
-  const int steps = tiles_of_head * static_cast<int>(group);
 
+  // Rows that see a key of the block, and rows that see all of them.
+  const VisibleKeys visible = view.visible(p.score);
+  const RowRange rows = visible.rows(key, key + C::kKeys), whole = visible.rows_of_all(key, key + C::kKeys);
+  const int first_row = rows.first / C::kRows * C::kRows;
+  const int tiles_of_head = rows.first < rows.last ? (rows.last - first_row + C::kRows - 1) / C::kRows : 0;
   const Tiles tiles;
+  Kept& kept = *reinterpret_cast<Kept*>(shared_memory + Tiles::kKept);
   const BackwardWorkspace<C> workspace(p);
-  const int64_t start = workspace.start(p, task.batch, first_head, view.q.first);
-  const RowCopy<C, typename Tiles::Q, Tiles::kThreads> q_copy(view.template query_rows<uint16_t>(p.q), p.q.row,
-                                                              p.head_dim, threadIdx.x);
-  const RowCopy<C, typename Tiles::DOut, Tiles::kThreads> dout_copy(
-      view.template query_rows<uint16_t>(p.dout), p.dout.row, p.head_dim_v, threadIdx.x);
-  // Rows of Q and dO of a head of the group, with their statistics.
-  const auto load_rows = [&](int head, int tile, int stage) {
-    const int row = tile * C::kRows;
-    q_copy.load(tiles.q(stage), row, rows.first, rows.last, head * p.q.head);
-    dout_copy.load(tiles.dout(stage), row, rows.first, rows.last, head * p.dout.head);
+  const int64_t start = workspace.start(p, batch, first_head, view.q.first) + first_row / 16;
+  if (threadIdx.x == 0)
+    kept = {visible, workspace.turns + (batch * p.heads_q + first_head) * workspace.row_tiles};
+
+  // These go through the tiles of the first head, then of the next one: from a head's last tile to the next
+  // head's first is a jump.
+  const uint16_t* q_rows = view.template query_rows<uint16_t>(p.q) + first_row * p.q.row;
+  const uint16_t* dout_rows = view.template query_rows<uint16_t>(p.dout) + first_row * p.dout.row;
+  const float2* statistics = workspace.statistics + start * 16;
+  float* sums =
+      workspace.sums + ((start + row_warp / 16) * workspace.kColumnBlocks + query_column / 8) * workspace.kBlock;
+  const auto step_size = [&](int64_t of_tile, int64_t of_head, bool head_ends) {
+    return head_ends ? of_head - (tiles_of_head - 1) * of_tile : of_tile;
+  };
+  const auto load_rows = [&](int row, int stage) {
+    CopyQ::load(tiles.q(stage), q_rows, p.q.row, p.head_dim, row, rows.first, rows.last);
+    CopyDOut::load(tiles.dout(stage), dout_rows, p.dout.row, p.head_dim_v, row, rows.first, rows.last);
     if (threadIdx.x < C::kRows / 2)
-      copy_16<C>(tiles.statistics(stage) + threadIdx.x * 16,
-                 workspace.statistics + (start + head * workspace.row_blocks) * 16 + row + threadIdx.x * 2);
+      copy_16<C>(tiles.statistics(stage) + threadIdx.x * 16, statistics + threadIdx.x * 2);
+    const bool head_ends = row + C::kRows >= rows.last;
+    q_rows += step_size(C::kRows * p.q.row, p.q.head, head_ends);
+    dout_rows += step_size(C::kRows * p.dout.row, p.dout.head, head_ends);
+    statistics += step_size(C::kRows, workspace.row_blocks * 16, head_ends);
   };
   {
-    const RowCopy<C, typename Tiles::K, Tiles::kThreads> k_copy(view.template key_rows<uint16_t>(p.k), p.k.row,
-                                                                p.head_dim, threadIdx.x);
-    const RowCopy<C, typename Tiles::V, Tiles::kThreads> v_copy(view.template key_rows<uint16_t>(p.v), p.v.row,
-                                                                p.head_dim_v, threadIdx.x);
+    using CopyK = RowCopy<C, typename Tiles::K, Tiles::kThreads>;
+    using CopyV = RowCopy<C, typename Tiles::V, Tiles::kThreads>;
     const int first = visible.first(0), last = visible.last(visible.len_q - 1);  // keys that any query sees
-    k_copy.load(tiles.k(), key, first, last);
-    v_copy.load(tiles.v(), key, first, last);
+    CopyK::load(tiles.k(), view.template key_rows<uint16_t>(p.k) + key * p.k.row, p.k.row, p.head_dim, key,
+                first, last);
+    CopyV::load(tiles.v(), view.template key_rows<uint16_t>(p.v) + key * p.v.row, p.v.row, p.head_dim_v, key,
+                first, last);
   }
-  if (steps > 0) load_rows(0, first_tile, 0);
+  int steps = tiles_of_head * static_cast<int>(group);
+  if (steps > 0) load_rows(first_row, 0);
   commit_copies<C>();
 
-  Accumulator<kKeyM, kKeyN> dk;
-  Accumulator<kKeyM, kKeyNv> dv;
+  Accumulator<Warps::kKeyM, Warps::kKeyN> dk;
+  Accumulator<Warps::kKeyM, Warps::kKeyNv> dv;
   dk.clear();
   dv.clear();
-  const float scale = static_cast<float>(p.score.scale) * kLog2E;
-  int head = 0, tile = first_tile;
-  for (int step = 0, stage = 0; step < steps; ++step, stage = (stage + 1) % C::kStages) {
-    const bool head_ends = tile == first_tile + tiles_of_head - 1;
-    const int next_head = head_ends ? head + 1 : head, next_tile = head_ends ? first_tile : tile + 1;
-    const int row = tile * C::kRows, next_stage = (stage + 1) % C::kStages;
+  for (int head = 0, row = first_row, stage = 0; steps > 0; --steps, stage = (stage + 1) % C::kStages) {
+    const int lane = ptx::recomputed(threadIdx.x % 32), next_stage = (stage + 1) % C::kStages;
+    const bool head_ends = row + C::kRows >= rows.last;
+    const int next_row = head_ends ? first_row : row + C::kRows;
     wait_for_copies<C, 0>();
     __syncthreads();  // Q and dO have landed for all warps; all have read the previous ones and dS
-    if (C::kStages > 1 && step + 1 < steps) load_rows(next_head, next_tile, next_stage);
-    if (C::kStages > 1) commit_copies<C>();
+    if (C::kStages > 1) {
+      if (steps > 1) load_rows(next_row, next_stage);
+      commit_copies<C>();
+    }
 
-    Accumulator<kM, kN> s, ds;
+    Accumulator<Warps::kM, Warps::kN> s, ds;
     s.clear();
     ds.clear();
-    s.template multiply<C, C::kHeadDim>(OperandA<typename Tiles::Q>(tiles.q(stage), lane), row_warp,
+    s.template multiply<C, C::kHeadDim, AS>(OperandA<typename Tiles::Q>(tiles.q(stage), lane), row_warp,
                                         OperandBTransposed<typename Tiles::K>(tiles.k(), lane), key_warp);
-    ds.template multiply<C, C::kHeadDimV>(OperandA<typename Tiles::DOut>(tiles.dout(stage), lane), row_warp,
+    ds.template multiply<C, C::kHeadDimV, AS>(OperandA<typename Tiles::DOut>(tiles.dout(stage), lane), row_warp,
                                           OperandBTransposed<typename Tiles::V>(tiles.v(), lane), key_warp);
-    RowStatistics<kM> statistics;
-    statistics.load(tiles.statistics(stage), row_warp, lane);
+    RowStatistics<Warps::kM> of_rows;
+    of_rows.load(tiles.statistics(stage), row_warp, lane);
     if constexpr (C::kGeneral) {
-      const View of_head(p, task.batch, first_head + head);
-      differentiate_general(p, {p, of_head, visible, row + row_warp, key + key_warp, lane}, statistics, s, ds);
+      const View of_head(p, batch, first_head + head);
+      differentiate_general(p, {p, of_head, kept.visible, row + row_warp, key + key_warp, lane}, of_rows, s, ds);
     } else {
-      differentiate(scale, statistics, s, ds);
-      // Rows of the tile differ in what they see at its edges only.
-      const bool edge = key < visible.first(row + C::kRows - 1) || key + C::kKeys > visible.last(row) ||
-                        row + C::kRows > visible.len_q;
-      const ScoreTile hidden{p, view, visible, row + row_warp, key + key_warp, lane};
-      if (edge) hidden.hide(s, 0), hidden.hide(ds, 0);
+      differentiate(static_cast<float>(p.score.scale) * kLog2E, of_rows, s, ds);
+      if (row < whole.first || row + C::kRows > whole.last)
+        ScoreTile{p, view, kept.visible, row + row_warp, key + key_warp, lane}.hide(0, s, ds);
     }
     store_fragments<C>(tiles.p(), row_warp, key_warp, s, lane);
     store_fragments<C>(tiles.ds(), row_warp, key_warp, ds, lane);
     __syncthreads();  // P and dS are there for all warps
 
-    dv.template multiply<C, C::kRows>(OperandATransposed<typename Tiles::P>(tiles.p(), lane), own_key,
+    dv.template multiply<C, C::kRows, AK>(OperandATransposed<typename Tiles::P>(tiles.p(), lane), own_key,
                                       OperandB<typename Tiles::DOut>(tiles.dout(stage), lane),
-                                      own_column * kKeyNv * 8);
-    dk.template multiply<C, C::kRows>(OperandATransposed<typename Tiles::P>(tiles.ds(), lane), own_key,
+                                      own_column * Warps::kKeyNv * 8);
+    dk.template multiply<C, C::kRows, AK>(OperandATransposed<typename Tiles::P>(tiles.ds(), lane), own_key,
                                       OperandB<typename Tiles::Q>(tiles.q(stage), lane),
-                                      own_column * kKeyN * 8);
+                                      own_column * Warps::kKeyN * 8);
     if (C::kStages == 1) {
       __syncthreads();  // all warps have read Q and dO, whose places the next ones take
-      if (step + 1 < steps) load_rows(next_head, next_tile, 0);
+      if (steps > 1) load_rows(next_row, 0);
       commit_copies<C>();
     }
-    Accumulator<kM, kQueryN> dq;
+    Accumulator<Warps::kM, Warps::kQueryN> dq;
     dq.clear();
-    dq.template multiply<C, C::kKeys>(OperandA<typename Tiles::P>(tiles.ds(), lane), row_warp,
+    dq.template multiply<C, C::kKeys, AQ>(OperandA<typename Tiles::P>(tiles.ds(), lane), row_warp,
                                       OperandB<typename Tiles::K>(tiles.k(), lane), query_column);
-    float* sums = workspace.sums + ((start + head * workspace.row_blocks + (row + row_warp) / 16) *
-                                        workspace.kColumnBlocks + query_column / 8) * workspace.kBlock;
-    const Turn turn{workspace.turns + (task.batch * p.heads_q + first_head + head) * workspace.row_tiles + tile,
-                    key / C::kKeys - visible.first(row) / C::kKeys};
+    const Turn turn{kept.turns + head * workspace.row_tiles + row / C::kRows,
+                    key / C::kKeys - kept.visible.first(row) / C::kKeys};
     if (p.deterministic) turn.wait();
-    add_query_sums<C>(sums, dq, visible.len_q - row - row_warp, lane);
+    add_query_sums<C>(sums, dq, rows.last - row - row_warp, lane);
     if (p.deterministic) turn.pass_on();
-    head = next_head, tile = next_tile;
+    sums += step_size(C::kRows / 16 * workspace.kColumnBlocks * workspace.kBlock,
+                      workspace.row_blocks * workspace.kColumnBlocks * workspace.kBlock, head_ends);
+    head += head_ends, row = next_row;
   }
 
   wait_for_copies<C, 0>();
   __syncthreads();  // all warps have read K: dK and dV may take its place and V's
 #pragma unroll
-  for (int m = 0; m < kKeyM; ++m)
+  for (int m = 0; m < Warps::kKeyM; ++m)
 #pragma unroll
-    for (int n = 0; n < kKeyN; ++n)
+    for (int n = 0; n < Warps::kKeyN; ++n)
 #pragma unroll
       for (int e = 0; e < 4; ++e) dk.x[m][n][e] *= static_cast<float>(p.score.scale);
-  store_fragments<C>(tiles.k(), own_key, own_column * kKeyN * 8, dk, lane);
-  store_fragments<C>(tiles.v(), own_key, own_column * kKeyNv * 8, dv, lane);
+  store_fragments<C>(tiles.k(), own_key, own_column * Warps::kKeyN * 8, dk, threadIdx.x % 32);
+  store_fragments<C>(tiles.v(), own_key, own_column * Warps::kKeyNv * 8, dv, threadIdx.x % 32);
   __syncthreads();
-  const View owner(p, task.batch, first_head);
-  const int count = min(C::kKeys, static_cast<int>(owner.k.allotted) - key);
-  store_rows<C>(tiles.k(), count, owner.template key_rows<uint16_t>(p.dk) + key * p.dk.row, p.dk.row,
+  const int count = min(C::kKeys, static_cast<int>(view.k.allotted) - key);
+  store_rows<C>(tiles.k(), count, view.template key_rows<uint16_t>(p.dk) + key * p.dk.row, p.dk.row,
                 static_cast<int>(p.head_dim), threadIdx.x, Tiles::kThreads);
-  store_rows<C>(tiles.v(), count, owner.template key_rows<uint16_t>(p.dv) + key * p.dv.row, p.dv.row,
+  store_rows<C>(tiles.v(), count, view.template key_rows<uint16_t>(p.dv) + key * p.dv.row, p.dv.row,
                 static_cast<int>(p.head_dim_v), threadIdx.x, Tiles::kThreads);
 }
 
@@ -336,8 +350,7 @@ FLASHATTN_HD int64_t prepare_blocks(const BackwardParams& p) {
 
 template <class C>
 __global__ void __launch_bounds__(kSmallThreads) prepare_rows(const __grid_constant__ BackwardParams p) {
-  const int64_t unit =
-      (static_cast<int64_t>(blockIdx.y) * gridDim.x + blockIdx.x) * kSmallThreads + threadIdx.x;
+  const int64_t unit = block_index() * kSmallThreads + threadIdx.x;
   const int64_t index = unit / p.seqlen_q.rows, row = unit % p.seqlen_q.rows;
   if (index / p.heads_q >= p.batch) return;
   const View view(p, index / p.heads_q, index % p.heads_q);
@@ -359,8 +372,7 @@ FLASHATTN_HD int64_t finish_blocks(const BackwardParams& p) {
 template <class C>
 __global__ void __launch_bounds__(kSmallThreads) finish_queries(const __grid_constant__ BackwardParams p) {
   using Workspace = BackwardWorkspace<C>;
-  const int64_t unit =
-      (static_cast<int64_t>(blockIdx.y) * gridDim.x + blockIdx.x) * kSmallThreads + threadIdx.x;
+  const int64_t unit = block_index() * kSmallThreads + threadIdx.x;
   const int column_block = static_cast<int>(unit % Workspace::kColumnBlocks);
   const int64_t octet = unit / Workspace::kColumnBlocks, row_blocks = (p.seqlen_q.rows + 15) / 16;
   const int64_t index = octet / 8 / row_blocks;

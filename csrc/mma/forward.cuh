@@ -4,6 +4,7 @@
 //   Q (kRows, D), K and V (kKeys, D) in shared memory, D rounded up to kHeadDim.
 #pragma once
 
+#include "common/scheduler.h"
 #include "common/score.cuh"
 
 namespace flashattn::mma {
@@ -28,11 +29,10 @@ struct ForwardTiles {
   __device__ V v(int stage) const { return {base + kQueryBytes + stage * kStageBytes + K::kBytes}; }
 };
 
-// Tiles of queries of all heads and sequences; the last rows of a head, which see most keys when causal,
-// come first.
+// The last rows of a head, which see most keys when causal, are its tile 0.
 template <class C>
-FLASHATTN_HD int64_t forward_tiles(const ForwardParams& p) {
-  return (p.seqlen_q.rows + C::kRows - 1) / C::kRows * p.heads_q * p.batch;
+FLASHATTN_HD TileOrder forward_tiles(const ForwardParams& p) {
+  return {(p.seqlen_q.rows + C::kRows - 1) / C::kRows, p.heads_q * p.batch};
 }
 
 template <int kM, int kN>
@@ -118,31 +118,20 @@ __device__ inline void store_output(const ForwardParams& p, const View& view, co
                 p.out.row, static_cast<int>(p.head_dim_v), threadIdx.x, ForwardTiles<C>::kThreads);
 }
 
-// Which rows of which head a block computes.
-template <class C>
-struct ForwardTask {
-  int64_t batch, head;
-  int row;
-
-  __device__ explicit ForwardTask(const ForwardParams& p) {
-    const int64_t tile = static_cast<int64_t>(blockIdx.y) * gridDim.x + blockIdx.x;
-    const int64_t tiles_of_head = (p.seqlen_q.rows + C::kRows - 1) / C::kRows;
-    const int64_t index = tile / tiles_of_head;
-    batch = index / p.heads_q, head = index % p.heads_q;
-    row = static_cast<int>(tiles_of_head - 1 - tile % tiles_of_head) * C::kRows;
-  }
-};
-
 template <class C>
 __global__ void __launch_bounds__(C::kWarps * 32, C::kMinBlocks)
     forward_kernel(const __grid_constant__ ForwardParams p) {
   using Tiles = ForwardTiles<C>;
+  using CopyQ = RowCopy<C, typename Tiles::Q, Tiles::kThreads>;
+  using CopyK = RowCopy<C, typename Tiles::K, Tiles::kThreads>;
+  using CopyV = RowCopy<C, typename Tiles::V, Tiles::kThreads>;
   constexpr int kM = C::kRows / C::kWarps / 16, kN = C::kKeys / 8, kNv = C::kHeadDimV / 8;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warp_row = warp * kM * 16;
-  const ForwardTask<C> task(p);
-  if (task.batch >= p.batch) return;
-  const int row = task.row;
-  const View view(p, task.batch, task.head);
+  const int warp = threadIdx.x / 32, warp_row = warp * kM * 16;
+  const TileOrder order = forward_tiles<C>(p);
+  if (block_index() >= order.count()) return;
+  const TileOrder::Place place = order.place(block_index());
+  const int row = static_cast<int>(order.tiles_of_head - 1 - place.tile) * C::kRows;
+  const View view(p, place.head / p.heads_q, place.head % p.heads_q);
   if (row >= view.q.allotted) return;
   const VisibleKeys visible = view.visible(p.score);
   const int last_row = min(row + C::kRows, visible.len_q) - 1;
@@ -151,13 +140,12 @@ __global__ void __launch_bounds__(C::kWarps * 32, C::kMinBlocks)
             blocks = row <= last_row && first < last ? (last - 1) / C::kKeys - first_block + 1 : 0;
 
   const Tiles tiles;
-  const RowCopy<C, typename Tiles::Q, Tiles::kThreads> q_copy(view.template query_rows<uint16_t>(p.q), p.q.row,
-                                                              p.head_dim, threadIdx.x);
-  const RowCopy<C, typename Tiles::K, Tiles::kThreads> k_copy(view.template key_rows<uint16_t>(p.k), p.k.row,
-                                                              p.head_dim, threadIdx.x);
-  const RowCopy<C, typename Tiles::V, Tiles::kThreads> v_copy(view.template key_rows<uint16_t>(p.v), p.v.row,
-                                                              p.head_dim_v, threadIdx.x);
-  const OperandA<typename Tiles::Q> q_operand(tiles.q(), lane);
+  const uint16_t* q_rows = view.template query_rows<uint16_t>(p.q);
+  const uint16_t* k_rows = view.template key_rows<uint16_t>(p.k);
+  const uint16_t* v_rows = view.template key_rows<uint16_t>(p.v);
+  const auto load_keys = [&](int key, int stage) {
+    CopyK::load(tiles.k(stage), k_rows + key * p.k.row, p.k.row, p.head_dim, key, first, last);
+  };
 
   Accumulator<kM, kNv> out;
   OnlineSoftmax<kM, C::kGeneral ? 0 : 8> softmax;
@@ -166,29 +154,30 @@ __global__ void __launch_bounds__(C::kWarps * 32, C::kMinBlocks)
   const float scale = C::kGeneral ? kLog2E : static_cast<float>(p.score.scale) * kLog2E;
 
   if (blocks > 0) {
-    q_copy.load(tiles.q(), row, row, visible.len_q);
-    k_copy.load(tiles.k(0), (first_block + blocks - 1) * C::kKeys, first, last);
+    CopyQ::load(tiles.q(), q_rows + row * p.q.row, p.q.row, p.head_dim, row, row, visible.len_q);
+    load_keys((first_block + blocks - 1) * C::kKeys, 0);
     commit_copies<C>();
   }
   for (int block = blocks - 1, stage = 0; block >= 0; --block, stage = (stage + 1) % C::kStages) {
     const int key = (first_block + block) * C::kKeys, next_stage = (stage + 1) % C::kStages;
+    const int lane = ptx::recomputed(threadIdx.x % 32);
     wait_for_copies<C, 0>();
     __syncthreads();  // K has landed for all warps; all have read the V of the previous block
-    v_copy.load(tiles.v(stage), key, first, last);
+    CopyV::load(tiles.v(stage), v_rows + key * p.v.row, p.v.row, p.head_dim_v, key, first, last);
     commit_copies<C>();
     if (C::kStages > 1) {
-      if (block > 0) k_copy.load(tiles.k(next_stage), key - C::kKeys, first, last);
+      if (block > 0) load_keys(key - C::kKeys, next_stage);
       commit_copies<C>();
     }
 
     Accumulator<kM, kN> s;
     s.clear();
-    s.template multiply<C, C::kHeadDim>(q_operand, warp_row,
+    s.template multiply<C, C::kHeadDim, false>(OperandA<typename Tiles::Q>(tiles.q(), lane), warp_row,
                                         OperandBTransposed<typename Tiles::K>(tiles.k(stage), lane), 0);
     if (C::kStages == 1) {
       wait_for_copies<C, 0>();
       __syncthreads();  // V has landed; all warps have read K, whose place the next one takes
-      if (block > 0) k_copy.load(tiles.k(0), key - C::kKeys, first, last);
+      if (block > 0) load_keys(key - C::kKeys, 0);
       commit_copies<C>();
     }
     // Rows of the tile differ in what they see at its edges only.
@@ -198,7 +187,7 @@ __global__ void __launch_bounds__(C::kWarps * 32, C::kMinBlocks)
     if (C::kGeneral)
       scores.logits(s, static_cast<decltype(&s)>(nullptr));
     else if (edge)
-      scores.hide(s, -INFINITY);
+      scores.hide(-INFINITY, s);
     float rescale[kM][2];
     if (softmax.update(s, scale, rescale))
 #pragma unroll
@@ -216,7 +205,7 @@ __global__ void __launch_bounds__(C::kWarps * 32, C::kMinBlocks)
     accumulate_values<C>(out, s, OperandB<typename Tiles::V>(tiles.v(stage), lane));
   }
   wait_for_copies<C, 0>();
-  store_output<C>(p, View(p, task.batch, task.head), tiles, out, softmax, row, warp, lane);
+  store_output<C>(p, view, tiles, out, softmax, row, warp, threadIdx.x % 32);
 }
 
 }  // namespace flashattn::mma

@@ -25,7 +25,7 @@ Workspace forward_workspace(const ForwardParams&) {
 
 template <class C>
 int launch_forward(const ForwardParams& p, void* stream) {
-  return launch(forward_kernel<C>, forward_tiles<C>(p), C::kWarps * 32, ForwardTiles<C>::kBytes, p,
+  return launch(forward_kernel<C>, forward_tiles<C>(p).count(), C::kWarps * 32, ForwardTiles<C>::kBytes, p,
                 static_cast<cudaStream_t>(stream));
 }
 
@@ -56,7 +56,7 @@ int launch_backward(const BackwardParams& p, void* stream) {
     main.dbias.data = nullptr;
   }
   if (!error)
-    error = launch(backward_kernel<C>, backward_tiles<C>(p), C::kWarps * 32, BackwardTiles<C>::kBytes, main,
+    error = launch(backward_kernel<C>, backward_tiles<C>(p).count(), C::kWarps * 32, BackwardTiles<C>::kBytes, main,
                    cuda_stream);
   if (!error) error = launch(finish_queries<C>, finish_blocks<C>(p), kSmallThreads, 0, p, cuda_stream);
   return error;

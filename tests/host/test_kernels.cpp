@@ -50,7 +50,7 @@ double error(const Instance<ForwardParams>& kernel, DType dtype) {
   };
   p.workspace.shared = aligned(scratch.data());
   p.workspace.private_data = aligned(static_cast<char*>(p.workspace.shared) + p.workspace.shared_bytes);
-  kernel.launch(p);
+  kernel.launch(p, nullptr);
 
   double worst = 0;
   const auto compare = [&worst](double ours, double right) {
@@ -77,15 +77,16 @@ bool check(const char* name, const char* type, double error, double bound) {
 int main() {
   bool right = true;
   int checked = 0;
-  for (const auto& kernel : instances<ForwardParams>()) {
-    const std::string reason = why_not(kernel, {Device::cpu, cpu_level(), DType::f32});
+  for (const auto* kernel : instances<ForwardParams>()) {
+    const std::string reason =
+        why_not(*kernel, {Device::cpu, cpu_level(), 0, DType::f32, kDim, kDimV, nullptr});
     if (!reason.empty()) {
-      std::printf("%s: %s\n", kernel.name, reason.c_str());
+      std::printf("%s: %s\n", kernel->name, reason.c_str());
       continue;
     }
     constexpr double kLargest = (kSeqK - 1) / 2.0;  // mean of all keys
-    right &= check(kernel.name, "float", error<float>(kernel, DType::f32), kLargest * 1e-6);
-    right &= check(kernel.name, "double", error<double>(kernel, DType::f64), kLargest * 1e-14);
+    right &= check(kernel->name, "float", error<float>(*kernel, DType::f32), kLargest * 1e-6);
+    right &= check(kernel->name, "double", error<double>(*kernel, DType::f64), kLargest * 1e-14);
     ++checked;
   }
   return right && checked > 0 ? 0 : 1;

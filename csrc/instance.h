@@ -1,0 +1,60 @@
+// What the host knows of the compiled kernels: plain structs that every unit, registry and module includes.
+#pragma once
+
+#include <cstdint>
+#include <tuple>
+
+#include "params.h"
+
+namespace flashattn {
+
+struct Family;
+
+// Types that a kernel serves, as bits.
+template <class... Types>
+constexpr uint32_t dtype_set(Types... types) {
+  return (0u | ... | (1u << static_cast<int>(types)));
+}
+
+// A row of csrc/instances.py.  Where the kernel runs: on CUDA devices if it has a module, else on the CPU.
+template <class Params>
+struct Instance {
+  const char* name;
+  const char* family;
+  const Family* module;          // what holds the images of a CUDA kernel
+  int level;                     // least of the device: a CpuLevel or compute capability
+  uint32_t dtypes;               // a dtype_set
+  int64_t head_dim, head_dim_v;  // largest served; 0: any
+  bool general;                  // otherwise plain calls only, see beyond_plain
+  int64_t shared_bytes;          // of a block
+
+  Workspace (*workspace)(const Params&);       // bytes that a launch needs
+  int (*launch)(const Params&, void* stream);  // a CUDA error code, 0 on the CPU
+};
+
+// In the dispatcher's order, a null pointer at the end.
+template <class Params>
+using Rows = const Instance<Params>* const*;
+using Tables = std::tuple<Rows<ForwardParams>, Rows<BackwardParams>, Rows<DecodeParams>>;
+
+// Compute capabilities are 10 * major + minor.
+struct CudaDevice {
+  int capability, processors;
+  int64_t shared_bytes;  // that a block may have
+};
+
+// The CUDA kernels of one extension module.
+struct Family {
+  const char* name;
+  const int* images;  // compute capabilities of its native images, a 0 at the end
+  int ptx;            // compute capability of its oldest PTX image, 0: none
+  Tables tables;
+  CudaDevice (*device)(int ordinal);
+  const char* (*error_text)(int error);
+};
+
+// Generated from csrc/instances.py, one registry a module.
+extern const Tables tables;
+extern const char* const kContract;  // digest of the declarations that modules share
+
+}  // namespace flashattn

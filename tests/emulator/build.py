@@ -1,0 +1,114 @@
+"""Builds the emulator: ``python tests/emulator/build.py [--rows regex] [--out folder]`` prints its path.
+
+The sources of the kernels stay as they are but for ``kernel<<<...>>>(p)``, which becomes a call of
+``emulator::launch``.  Objects are kept by the hash of what they are compiled from.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import hashlib
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+CSRC = HERE.parents[1] / "csrc"
+OUT = HERE.parents[1] / "build" / "emulator"
+HEADERS = (".h", ".cuh")
+FLAGS = ("-std=c++17", "-Wall", "-Wextra", "-Wno-unknown-pragmas")
+LAUNCH = re.compile(r"(\w+(?:<[^<>;]*>)?)<<<(.*?)>>>\(", re.DOTALL)
+
+
+class DoesNotCompile(Exception):
+    pass
+
+
+@functools.cache
+def table():
+    """The module csrc/instances.py."""
+    spec = importlib.util.spec_from_file_location("flashattn_instances", CSRC / "instances.py")
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # dataclasses look it up
+    spec.loader.exec_module(module)
+    return module
+
+
+def cuda_rows() -> list:
+    return [row for module in table().CUDA_MODULES for row in table().rows(module, "")]
+
+
+def write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+def copy_kernels(to: Path, fault: tuple[str, str, str] | None = None) -> None:
+    """The headers of csrc/, ready for g++; ``fault`` is (file, text, text that replaces it)."""
+    for path in CSRC.rglob("*"):
+        if path.suffix not in HEADERS:
+            continue
+        name, text = path.relative_to(CSRC).as_posix(), path.read_text()
+        if fault and fault[0] == name:
+            if (count := text.count(fault[1])) != 1:
+                raise ValueError(f"{name}: expected {fault[1]!r} once, it is there {count} times")
+            text = text.replace(fault[1], fault[2])
+        write(to / name, LAUNCH.sub(r"emulator::launch(\1, \2)(", text))
+
+
+@functools.cache
+def headers(*folders: Path) -> bytes:
+    return b"".join(path.name.encode() + path.read_bytes() for folder in folders
+                    for path in sorted(folder.rglob("*")) if path.suffix in HEADERS)
+
+
+def compile_source(source: Path, csrc: Path, optimise: str, objects: Path) -> Path:
+    command = ["g++", *FLAGS, optimise, "-include", "cuda_runtime.h",
+               *(f"-I{folder}" for folder in (HERE / "include", HERE, csrc))]
+    key = hashlib.sha256(repr(command).encode() + source.read_bytes() + headers(HERE, csrc)).hexdigest()
+    to = objects / f"{source.stem}-{key[:16]}.o"
+    if not to.exists():
+        objects.mkdir(parents=True, exist_ok=True)
+        unfinished = f"{to}.{os.getpid()}"
+        result = subprocess.run([*command, "-c", str(source), "-o", unfinished], text=True,
+                                capture_output=True)
+        if result.returncode:
+            raise DoesNotCompile(f"{source}:\n{result.stderr[:4000]}")
+        os.replace(unfinished, to)
+    return to
+
+
+def build(out: Path, rows: str = "", optimise: str = "-O2", fault: tuple[str, str, str] | None = None,
+          jobs: int = 1) -> Path:
+    """The emulator with the rows of the table whose names match, in the folder ``out``."""
+    chosen = [row for row in cuda_rows() if re.search(rows, row.name)]
+    copy_kernels(out / "csrc", fault)
+    units = [out / "units" / f"{row.name}.cpp" for row in chosen]
+    for row, unit in zip(chosen, units):
+        write(unit, row.unit())
+    registry = out / "units" / "registry.cpp"
+    write(registry, table().registry(chosen, "cpu", [], 0))
+    with ThreadPoolExecutor(jobs) as pool:
+        compiled = [pool.submit(compile_source, unit, out / "csrc", optimise, out / "objects")
+                    for unit in (*units, registry)]
+        compiled += [pool.submit(compile_source, source, CSRC, "-O2", OUT / "objects")
+                     for source in (*sorted(HERE.glob("*.cpp")), CSRC / "dispatch.cpp")]
+        objects = [str(job.result()) for job in compiled]
+    executable = out / "emulator"
+    subprocess.run(["g++", *objects, "-o", str(executable)], check=True)
+    return executable
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--rows", default="", help="regular expression of the rows of csrc/instances.py")
+    parser.add_argument("--out", type=Path, default=OUT)
+    arguments = parser.parse_args()
+    try:
+        print(build(arguments.out, arguments.rows, jobs=os.cpu_count()))
+    except DoesNotCompile as problem:
+        raise SystemExit(problem) from None

@@ -1,0 +1,14 @@
+// The calls that every kernel must answer: chosen ones at the corners of tiles, masks and lengths, and random
+// combinations of options, the same in every run.
+#pragma once
+
+#include <vector>
+
+#include "problem.h"
+
+namespace emulator {
+
+// For a kernel that serves head dims up to these (0: any); `general` adds what beyond_plain names.
+std::vector<Case> make_cases(int dim, int dim_v, bool general, int random_cases);
+
+}  // namespace emulator

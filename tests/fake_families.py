@@ -1,0 +1,61 @@
+"""Run by test_host.py in a process of its own, because an added family stays: what the dispatcher chooses
+where the families of tests/host/fake_families.cpp are built.  Prints JSON; ``sys.path`` leads to them."""
+
+import itertools
+import json
+
+import fakes
+import torch
+
+import flashattn
+from flashattn import _load, dispatch
+
+extension = _load.extension()
+try:
+    extension.add_family(fakes.stale)
+except ImportError as error:
+    found = {"stale": str(error)}
+before = extension.instances()
+extension.add_family(fakes.sm75)
+extension.add_family(fakes.sm80)
+found["instances"] = [row for row in extension.instances() if row not in before]
+found["cuda"] = extension.build_info()["cuda"]
+found["device"] = extension.cuda_device(0)
+found["families"] = dispatch.families()
+
+CHIPS = {75: 64, 80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}  # KB of shared memory a block may have
+found["choices"] = [
+    [chip, dtype, head_dim, plain,
+     extension.candidates("forward", "cuda", dtype, head_dim, head_dim, plain, chip, kilobytes << 10)]
+    for (chip, kilobytes), dtype, head_dim, plain in itertools.product(
+        CHIPS.items(), ("float16", "bfloat16", "float32"), (64, 128, 256), (True, False))]
+with flashattn.force_family("sm75"):
+    found["forced"] = extension.candidates("forward", "cuda", "float16", capability=90,
+                                           shared_bytes=227 << 10)
+found["decode"] = extension.candidates("decode", "cuda", "float16", capability=90)
+
+extension.add_family(fakes.plain_cpu)
+q = torch.randn(2, 4, 2, 16)
+odd = torch.randn(2, 4, 2, 20)[..., 1:17]
+calls = {
+    "nothing": ((q, q, q), {}),
+    "causal": ((q, q, q), {"causal": True, "window": (3, None), "sink": torch.zeros(2)}),
+    "one row": ((q[:1, :1, :1], odd[:1, :1, :1].clone(), q[:1, :1, :1]), {}),
+    "softcap": ((q, q, q), {"softcap": 2.0}),
+    "alibi_slopes": ((q, q, q), {"alibi_slopes": torch.ones(2)}),
+    "bias": ((q, q, q), {"bias": torch.zeros(1, 1, 1, 4)}),
+    "mask": ((q, q, q), {"mask": torch.ones(1, 1, 1, 4, dtype=torch.bool)}),
+    "dropout": ((q, q, q), {"dropout_p": 0.5}),
+    "scale": ((q, q, q), {"scale": -1.0}),
+    "D": ((odd[..., :12], odd[..., :12], q), {}),
+    "Dv": ((q, q, q[..., :12]), {}),
+    "base": ((q, odd, q), {}),
+    "strides": ((q, q, torch.randn(2, 4, 2, 18)[..., :16]), {}),
+}
+state = torch.get_rng_state()
+found["calls"] = {name: [flashattn.explain(*tensors, op=op, **options).rejected.get(row)
+                         for op, row in (("forward", "plain"), ("backward", "plain_backward"))]
+                  for name, (tensors, options) in calls.items()}
+found["out"] = flashattn.explain(q, q, q, out=odd).rejected.get("plain")
+found["random state changed"] = not torch.equal(state, torch.get_rng_state())
+print(json.dumps(found))

@@ -1,0 +1,62 @@
+// Families without kernels: tests add them to a process of their own and look at what the dispatcher chooses.
+// Compiled with -DCONTRACT, the name of a capsule that fits.
+#include <pybind11/pybind11.h>
+
+#include "dispatch.h"
+
+namespace flashattn {
+namespace {
+
+template <class Params>
+Workspace workspace(const Params&) {
+  return {};
+}
+template <class Params>
+int launch(const Params&, void*) {
+  return 0;
+}
+CudaDevice device(int) { return {90, 132, 227 << 10}; }
+const char* error_text(int) { return "no device"; }
+
+template <class Params>
+constexpr Instance<Params> row(const char* name, const char* family, const Family* module, int level,
+                               uint32_t dtypes, int64_t head_dim, bool general, int64_t shared_bytes) {
+  return {name,          family,   module,  level,        dtypes,
+          head_dim,      head_dim, general, shared_bytes, workspace<Params>,
+          launch<Params>};
+}
+
+constexpr uint32_t kHalf = dtype_set(DType::f16), kBoth = dtype_set(DType::f16, DType::bf16);
+constexpr uint32_t kEvery = dtype_set(DType::f32, DType::f64, DType::f16, DType::bf16);
+
+extern const Family sm75, sm80, plain_cpu;
+const Instance<ForwardParams> kNew = row<ForwardParams>("new", "sm80", &sm80, 80, kBoth, 64, false, 48 << 10);
+const Instance<ForwardParams> kWide =
+    row<ForwardParams>("wide", "sm80", &sm80, 80, kBoth, 128, false, 160 << 10);
+const Instance<ForwardParams> kRest = row<ForwardParams>("rest", "sm80", &sm80, 80, kEvery, 0, true, 0);
+const Instance<ForwardParams> kOld = row<ForwardParams>("old", "sm75", &sm75, 75, kHalf, 128, true, 64 << 10);
+const Instance<ForwardParams> kPlain =
+    row<ForwardParams>("plain", "plain_cpu", nullptr, 0, kEvery, 0, false, 0);
+const Instance<BackwardParams> kPlainBackward =
+    row<BackwardParams>("plain_backward", "plain_cpu", nullptr, 0, kEvery, 0, false, 0);
+
+const Instance<ForwardParams>* const kForward80[] = {&kNew, &kWide, &kRest, nullptr};
+const Instance<ForwardParams>* const kForward75[] = {&kOld, nullptr};
+const Instance<ForwardParams>* const kForwardCpu[] = {&kPlain, nullptr};
+const Instance<BackwardParams>* const kBackwardCpu[] = {&kPlainBackward, nullptr};
+const Instance<BackwardParams>* const kNoBackward[] = {nullptr};
+const Instance<DecodeParams>* const kNoDecode[] = {nullptr};
+const int kImages75[] = {75, 0}, kImages80[] = {80, 90, 120, 0}, kNoImages[] = {0};
+const Family sm75{"sm75", kImages75, 0, {kForward75, kNoBackward, kNoDecode}, device, error_text};
+const Family sm80{"sm80", kImages80, 90, {kForward80, kNoBackward, kNoDecode}, device, error_text};
+const Family plain_cpu{"plain_cpu", kNoImages, 0, {kForwardCpu, kBackwardCpu, kNoDecode}, device, error_text};
+
+}  // namespace
+}  // namespace flashattn
+
+PYBIND11_MODULE(fakes, m) {
+  m.attr("sm75") = pybind11::capsule(&flashattn::sm75, CONTRACT);
+  m.attr("sm80") = pybind11::capsule(&flashattn::sm80, CONTRACT);
+  m.attr("plain_cpu") = pybind11::capsule(&flashattn::plain_cpu, CONTRACT);
+  m.attr("stale") = pybind11::capsule(&flashattn::sm80, "flashattn family of other sources");
+}

@@ -1,0 +1,99 @@
+"""The CUDA kernels without a card: their sources, compiled as C++, on the emulator (tests/emulator/simt.h).
+
+Every kernel's results are compared with the definition in double, for a few dozen calls.  Faults planted in
+the sources show that the emulator sees what would go wrong on a card.
+"""
+
+from __future__ import annotations
+
+import platform
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "tests" / "emulator"))
+
+import build  # noqa: E402
+
+pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="fibers are x86-64 code")
+
+HANGS_AFTER = 300  # seconds
+
+
+def narrowest_rows() -> list[str]:
+    """The row with the smallest head dims of each kind of kernel stands for the wider ones."""
+    first = {}
+    for row in build.cuda_rows():
+        kind = re.match(r"(for|back)ward_(sm80_f32|sm80_bf16|sm75_f16_d)", row.name)
+        if kind:
+            first.setdefault((kind[0], row.name.partition("_d")[0], getattr(row, "general", True)), row.name)
+    return list(first.values())
+
+
+def run(emulator: Path, *arguments: str) -> subprocess.CompletedProcess:
+    return subprocess.run([str(emulator), *arguments], text=True, capture_output=True, timeout=HANGS_AFTER)
+
+
+@pytest.mark.parametrize("row", narrowest_rows())
+def test_kernel(row, tmp_path):
+    result = run(build.build(tmp_path, f"^{row}$"))
+    wrong = [line for line in result.stdout.splitlines() if not line.endswith(" ok")]
+    assert result.returncode == 0, "\n".join(wrong)
+
+
+def test_every_instruction_is_emulated():
+    def functions(path: Path) -> set[str]:
+        return set(re.findall(r"^(?:__device__ )?(?:inline )?[\w]+ (\w+)\(", path.read_text(), re.MULTILINE))
+
+    real = functions(ROOT / "csrc/common/ptx.cuh")
+    assert len(real) > 10
+    assert real <= functions(build.HERE / "include/common/ptx.cuh")
+
+
+FORWARD, BACKWARD = "forward_sm80_bf16_d64", "backward_sm80_bf16_d64"
+FAULTS = {  # name: row, file, text, the text that replaces it
+    "no barrier before K": (
+        FORWARD, "mma/forward.cuh", "__syncthreads();  // K has landed for all warps; all have read", "//"),
+    "no barrier before V": (
+        FORWARD, "mma/forward.cuh", "__syncthreads();  // V has landed for all warps", ""),
+    "no wait for V": (FORWARD, "mma/forward.cuh", "wait_for_copies<C, 1>();", "wait_for_copies<C, 2>();"),
+    "swizzle of another row": (
+        FORWARD, "common/tile.cuh", "index ^ swizzle(row)", "index ^ swizzle(row + 1)"),
+    "a key too many": (FORWARD, "common/mask.h", "clamp(k - q + right + 1,", "clamp(k - q + right + 2,"),
+    "a key too few": (FORWARD, "common/mask.h", "clamp(k - q - left,", "clamp(k - q - left + 1,"),
+    "largest score of a part of the row": (
+        FORWARD, "common/softmax.cuh", "return fmaxf(x, __shfl_xor_sync(0xFFFFFFFFu, x, 2));", "return x;"),
+    "sum of a part of the row": (
+        FORWARD, "common/softmax.cuh", "return x + __shfl_xor_sync(0xFFFFFFFFu, x, 2);", "return x;"),
+    "no rescaling": (FORWARD, "mma/forward.cuh", "out.x[m][n][e] *= rescale[m][e / 2];", ";"),
+    "lanes diverge": (
+        FORWARD, "common/softmax.cuh", "return __any_sync(0xFFFFFFFFu, grew);",
+        "return grew && __any_sync(0xFFFFFFFFu, grew);"),
+    "no barrier before dS": (BACKWARD, "mma/backward.cuh", "__syncthreads();  // P and dS are there", "//"),
+    "no barrier before Q": (BACKWARD, "mma/backward.cuh", "__syncthreads();  // Q and dO have landed", "//"),
+    "dK written over K": (BACKWARD, "mma/backward.cuh", "__syncthreads();  // all warps have read K", "//"),
+    "no wait for Q": (
+        BACKWARD, "mma/backward.cuh", "wait_for_copies<C, 0>();\n    __syncthreads();  // Q and dO",
+        "wait_for_copies<C, 1>();\n    __syncthreads();  // Q and dO"),
+    "operand of other rows": (
+        BACKWARD, "common/tile.cuh", "(lane & 7) + (lane >> 4 << 3), lane >> 3 & 1)",
+        "(lane & 7) + (lane >> 3 << 3 & 8), lane >> 4)"),
+    "a row too few": (
+        BACKWARD, "common/mask.h", "low = key - last_offset + 1", "low = key - last_offset + 2"),
+    "delta of half a row": (
+        BACKWARD, "any/delta.cuh", "lanes > 0; lanes /= 2) sum +=", "lanes > 1; lanes /= 2) sum +="),
+    "nobody's turn": (BACKWARD, "mma/backward.cuh", "ptx::red_add_release(counter, 1);", "{}"),
+    "out of turn": (  # float16 shows more of the sums' last bits
+        BACKWARD.replace("bf16", "f16"), "mma/backward.cuh", "if (p.deterministic) turn.wait();", ""),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_fault(name, tmp_path):
+    row, *fault = FAULTS[name]
+    result = run(build.build(tmp_path, f"^{row}$", "-O1", tuple(fault)), "--stop")
+    assert result.returncode == 1 and "WRONG" in result.stdout, f"it is not seen: {result.stdout[-2000:]}"

@@ -93,13 +93,16 @@ class Mma:
     warps: int
     stages: int  # tiles in flight
     min_blocks: int  # that must fit on a multiprocessor
+    row_warps: int = 0  # of a backward: into how many parts warps split the rows of S, dP and dQ
+    key_warps: int = 0  # and the rows of dK and dV
 
     suffix = "cu"
 
     @property
     def name(self) -> str:
         width = f"d{self.head_dim}" + (f"v{self.head_dim_v}" if self.head_dim_v != self.head_dim else "")
-        return f"{self.op}_{self.family}_{DTYPES[self.dtype]}_{width}" + ("_general" if self.general else "")
+        path = "_general" if self.general else ""
+        return f"{self.op}_{self.family}_{DTYPES[self.dtype]}_{width}_{self.rows}x{self.keys}{path}"
 
     @property
     def module(self) -> str:
@@ -121,7 +124,7 @@ class Mma:
     def unit(self) -> str:
         integers = {"Arch": level(self.family), "HeadDim": self.head_dim, "HeadDimV": self.head_dim_v,
                     "Rows": self.rows, "Keys": self.keys, "Warps": self.warps, "Stages": self.stages,
-                    "MinBlocks": self.min_blocks}
+                    "MinBlocks": self.min_blocks, "RowWarps": self.row_warps, "KeyWarps": self.key_warps}
         constants = ", ".join(f"k{name} = {value}" for name, value in integers.items())
         general = str(self.general).lower()
         row = instance(self, "&family", level(self.family), f"{self.head_dim}, {self.head_dim_v}", general,
@@ -129,7 +132,6 @@ class Mma:
                        f"mma::{self.op}_workspace<{self.name}>", f"mma::launch_{self.op}<{self.name}>")
         return f"""// Generated from csrc/instances.py.
 #include "instance.h"
-#include "mma/{self.op}.cuh"
 #include "mma/launch.cuh"
 
 namespace flashattn {{
@@ -173,11 +175,17 @@ class Simt:
 
     def unit(self) -> str:
         element = ELEMENTS[self.dtype]
+        shared = "".join(
+            f"template int launch_{what}_gradient<{element}>(const BackwardParams&, cudaStream_t);\n"
+            for what in ("sink", "bias")) if self.op == "backward" else ""
         row = instance(self, "&family", level(self.family), "0, 0", "true",
                        f"sizeof(any::SharedTiles<any::Sum<{element}>>)", "workspace", "launch")
         return f"""// Generated from csrc/instances.py.
 #include "any/launch.cuh"
 #include "instance.h"
+
+namespace flashattn::any {{
+{shared}}}  // namespace flashattn::any
 
 namespace flashattn {{
 namespace {{
@@ -281,18 +289,48 @@ _CPU_FAMILIES = (
     ("cpu_baseline", "kCpuBaseline", "", 16, 16, ()),
 )
 
-# op, head dims (D, Dv), general, then the tile: rows, keys, warps, stages, min_blocks.  Narrow before wide.
-_MMA_TILES = (
-    ("forward", 64, 64, False, 128, 64, 4, 2, 2),
-    ("forward", 128, 128, False, 128, 64, 4, 2, 2),
+# op, head dims (D, Dv), general, then the tile: rows, keys, warps, stages, min_blocks[, row_warps, key_warps].
+# Narrow before wide; of one width what is faster on a large chip first, then what fits smaller ones.
+_SM80_TILES = (
+    ("forward", 64, 64, False, 128, 64, 4, 2, 3),
+    ("forward", 96, 96, False, 128, 96, 4, 1, 2),
+    ("forward", 128, 128, False, 128, 64, 4, 1, 2),
+    ("forward", 192, 128, False, 64, 64, 4, 1, 2),
+    ("forward", 192, 192, False, 64, 64, 4, 1, 2),
+    ("forward", 256, 256, False, 64, 64, 4, 1, 2),
+    ("forward", 64, 64, True, 64, 64, 4, 1, 2),
+    ("forward", 128, 128, True, 64, 64, 4, 1, 2),
+    ("forward", 256, 256, True, 64, 64, 4, 1, 2),
+    ("backward", 64, 64, False, 64, 64, 4, 1, 3, 2, 2),
+    ("backward", 96, 96, False, 64, 64, 4, 2, 2, 2, 2),
+    ("backward", 128, 128, False, 64, 128, 8, 2, 1, 2, 4),
+    ("backward", 128, 128, False, 64, 64, 4, 1, 2, 2, 2),
+    ("backward", 192, 192, False, 64, 64, 8, 2, 1, 2, 2),
+    ("backward", 256, 256, False, 64, 64, 8, 1, 1, 2, 2),
+    ("backward", 256, 256, False, 32, 32, 4, 1, 1, 2, 2),
+    ("backward", 64, 64, True, 64, 64, 8, 1, 1, 4, 4),
+    ("backward", 128, 128, True, 64, 64, 8, 1, 1, 4, 4),
+    ("backward", 256, 256, True, 32, 32, 4, 1, 1, 2, 2),
 )
-_MMA_DTYPES = {"sm80": ("bfloat16", "float16"), "sm75": ("float16",)}
+_SM75_TILES = (  # 64 KB of shared memory, no asynchronous copies
+    ("forward", 64, 64, False, 64, 64, 4, 1, 2),
+    ("forward", 128, 128, False, 64, 64, 4, 1, 1),
+    ("forward", 64, 64, True, 64, 64, 4, 1, 2),
+    ("forward", 128, 128, True, 64, 64, 4, 1, 1),
+    ("forward", 256, 256, True, 64, 32, 4, 1, 1),
+    ("backward", 64, 64, False, 64, 64, 4, 1, 1, 2, 2),
+    ("backward", 128, 128, False, 32, 32, 4, 1, 1, 2, 2),
+    ("backward", 64, 64, True, 64, 64, 8, 1, 1, 4, 4),
+    ("backward", 128, 128, True, 32, 32, 4, 1, 1, 2, 2),
+)
+_MMA = {"sm80": (_SM80_TILES, ("bfloat16", "float16")), "sm75": (_SM75_TILES, ("float16",))}
 _SIMT_OPS = ("forward", "backward")
 
 
 def _cuda(family: str) -> list:
     """The rows of a family: tensor cores first, then what serves the rest."""
-    mma = [Mma(op, family, dtype, *tile) for op, *tile in _MMA_TILES for dtype in _MMA_DTYPES[family]]
+    tiles, dtypes = _MMA[family]
+    mma = [Mma(op, family, dtype, *tile) for op, *tile in tiles for dtype in dtypes]
     return mma + [Simt(op, family, dtype) for op in _SIMT_OPS for dtype in DTYPES]
 
 

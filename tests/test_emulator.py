@@ -9,15 +9,10 @@ from __future__ import annotations
 import platform
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "tests" / "emulator"))
-
-import build  # noqa: E402
+from emulator import build
 
 pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="fibers are x86-64 code")
 
@@ -49,13 +44,13 @@ def test_every_instruction_is_emulated():
     def functions(path: Path) -> set[str]:
         return set(re.findall(r"^(?:__device__ )?(?:inline )?[\w]+ (\w+)\(", path.read_text(), re.MULTILINE))
 
-    real = functions(ROOT / "csrc/common/ptx.cuh")
+    real = functions(build.CSRC / "common/ptx.cuh")
     assert len(real) > 10
     assert real <= functions(build.HERE / "include/common/ptx.cuh")
 
 
-FORWARD, BACKWARD = "forward_sm80_bf16_d64", "backward_sm80_bf16_d64"
-FAULTS = {  # name: row, file, text, the text that replaces it
+FORWARD, BACKWARD = (rf"{op}_sm80_bf16_d64_\d+x\d+" for op in ("forward", "backward"))
+FAULTS = {  # name: rows, file, text, the text that replaces it
     "no barrier before K": (
         FORWARD, "mma/forward.cuh", "__syncthreads();  // K has landed for all warps; all have read", "//"),
     "no barrier before V": (
@@ -85,8 +80,12 @@ FAULTS = {  # name: row, file, text, the text that replaces it
     "a row too few": (
         BACKWARD, "common/mask.h", "low = key - last_offset + 1", "low = key - last_offset + 2"),
     "delta of half a row": (
-        BACKWARD, "any/delta.cuh", "lanes > 0; lanes /= 2) sum +=", "lanes > 1; lanes /= 2) sum +="),
+        BACKWARD, "mma/backward.cuh", "lanes > 0; lanes /= 2) delta +=", "lanes > 1; lanes /= 2) delta +="),
     "nobody's turn": (BACKWARD, "mma/backward.cuh", "ptx::red_add_release(counter, 1);", "{}"),
+    "no barrier before the panels": (
+        "forward_sm80_f32_simt", "any/simt_tile.cuh", "__syncthreads();  // both panels are complete", ""),
+    "a panel written over the last one": (
+        "backward_sm80_f32_simt", "any/simt_tile.cuh", "__syncthreads();  // nobody reads the stage", "//"),
     "out of turn": (  # float16 shows more of the sums' last bits
         BACKWARD.replace("bf16", "f16"), "mma/backward.cuh", "if (p.deterministic) turn.wait();", ""),
 }
@@ -94,6 +93,6 @@ FAULTS = {  # name: row, file, text, the text that replaces it
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_fault(name, tmp_path):
-    row, *fault = FAULTS[name]
-    result = run(build.build(tmp_path, f"^{row}$", "-O1", tuple(fault)), "--stop")
+    rows, *fault = FAULTS[name]
+    result = run(build.build(tmp_path, f"^{rows}$", "-O1", tuple(fault)), "--stop")
     assert result.returncode == 1 and "WRONG" in result.stdout, f"it is not seen: {result.stdout[-2000:]}"

@@ -2,29 +2,14 @@
 // q's elements.  Every function returns a cudaError_t.
 #pragma once
 
-#include <cuda_runtime.h>
-
 #include "any/bias_gradient.cuh"
 #include "any/delta.cuh"
+#include "any/gradients.h"
 #include "any/simt_backward.cuh"
 #include "any/simt_forward.cuh"
+#include "common/launch.cuh"
 
 namespace flashattn::any {
-
-// Blocks in x as far as they go, the rest in y.
-template <class Params>
-int launch(void (*kernel)(Params), int64_t blocks, int threads, int shared_bytes, const Params& p,
-           cudaStream_t stream) {
-  if (blocks == 0) return cudaSuccess;
-  if (const auto error =
-          cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes))
-    return error;
-  constexpr int64_t kLargestX = 0x7FFFFFFF;
-  const int64_t y = divide_up(blocks, kLargestX);
-  const dim3 grid(static_cast<unsigned>(divide_up(blocks, y)), static_cast<unsigned>(y));
-  kernel<<<grid, threads, shared_bytes, stream>>>(p);
-  return cudaGetLastError();
-}
 
 template <class E, class Params>
 int launch_tiles(void (*kernel)(Params), int64_t blocks, const Params& p, cudaStream_t stream) {

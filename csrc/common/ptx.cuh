@@ -126,6 +126,19 @@ __device__ inline uint32_t cvt_pack(float low, float high) {
   return packed;
 }
 
+template <DType dtype>
+__device__ inline float2 cvt_unpack(uint32_t packed) {
+  if constexpr (dtype == DType::bf16) {
+    __nv_bfloat162 pair;
+    __builtin_memcpy(&pair, &packed, sizeof packed);
+    return __bfloat1622float2(pair);
+  } else {
+    __half2 pair;
+    __builtin_memcpy(&pair, &packed, sizeof packed);
+    return __half22float2(pair);
+  }
+}
+
 // A reduction into global memory, without a result.
 __device__ inline void red_add(float* to, float x) {
   asm volatile("red.global.add.f32 [%0], %1;" ::"l"(to), "f"(x) : "memory");

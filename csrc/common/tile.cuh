@@ -107,31 +107,22 @@ struct Accumulator {
         for (int e = 0; e < 4; ++e) x[m][n][e] = 0;
   }
 
-  // += A B over k in [0, depth), the warp's blocks starting at row m0 of A and column n0 of B.  `ahead` reads
-  // the next operands before they are needed, which takes registers.
-  template <class C, int depth, bool ahead, class A, class B>
+  // += A B over k in [0, depth), the warp's blocks starting at row m0 of A and column n0 of B.
+  template <class C, int depth, class A, class B>
   __device__ void multiply(const A& a, int m0, const B& b, int n0) {
-    constexpr int kBuffers = ahead ? 2 : 1;
-    uint32_t a_frag[kBuffers][kM][4], b_frag[kBuffers][kN / 2][4];
-    const auto load = [&](int k) {
-#pragma unroll
-      for (int m = 0; m < kM; ++m) a.load(a_frag[k / 16 % kBuffers][m], m0 + m * 16, k);
-#pragma unroll
-      for (int n = 0; n < kN; n += 2) b.load(b_frag[k / 16 % kBuffers][n / 2], k, n0 + n * 8);
-    };
-    if (ahead) load(0);
 #pragma unroll
     for (int k = 0; k < depth; k += 16) {
-      if (!ahead) load(k);
-      if (ahead && k + 16 < depth) load(k + 16);
-      const auto& a_now = a_frag[k / 16 % kBuffers];
-      const auto& b_now = b_frag[k / 16 % kBuffers];
+      uint32_t a_frag[kM][4], b_frag[kN / 2][4];
+#pragma unroll
+      for (int m = 0; m < kM; ++m) a.load(a_frag[m], m0 + m * 16, k);
+#pragma unroll
+      for (int n = 0; n < kN; n += 2) b.load(b_frag[n / 2], k, n0 + n * 8);
 #pragma unroll
       for (int n = 0; n < kN; n += 2)
 #pragma unroll
         for (int m = 0; m < kM; ++m) {
-          multiply_add<C>(x[m][n], a_now[m], b_now[n / 2][0], b_now[n / 2][1]);
-          multiply_add<C>(x[m][n + 1], a_now[m], b_now[n / 2][2], b_now[n / 2][3]);
+          multiply_add<C>(x[m][n], a_frag[m], b_frag[n / 2][0], b_frag[n / 2][1]);
+          multiply_add<C>(x[m][n + 1], a_frag[m], b_frag[n / 2][2], b_frag[n / 2][3]);
         }
     }
   }
@@ -155,6 +146,14 @@ __device__ inline uint4 gather_chunk(const uint16_t* from, int count) {
   uint4 packed;
   __builtin_memcpy(&packed, x, sizeof packed);
   return packed;
+}
+
+// Up to 8 elements from global memory, zeros after them.
+template <class C>
+__device__ inline uint4 load_chunk(const uint16_t* from, int count) {
+  if (count <= 0) return {0, 0, 0, 0};
+  if (C::kGeneral && (count < kChunk || !aligned_16(from))) return gather_chunk(from, count);
+  return *reinterpret_cast<const uint4*>(from);
 }
 
 // 16 aligned bytes, asynchronously where the architecture can.

@@ -37,7 +37,8 @@ struct BackwardTiles {
   __device__ uint32_t statistics(int i) const { return stage(i) + Q::kBytes + DOut::kBytes; }
 };
 
-// The workspace.  Rows of a sequence start at a block of 16 of their own; gaps are zero.
+// The workspace.  Rows of a sequence start at a block of 16 of their own; what lies between two sequences is
+// never used.
 //   sums        of dQ: blocks of 16 rows and 8 columns in the order of the accumulators
 //   statistics  {log2 of the sum of weights, delta} of a row; rows that see nothing have {inf, 0}, so that
 //               their weights are 0
@@ -279,9 +280,9 @@ __global__ void __launch_bounds__(C::kWarps * 32, C::kMinBlocks)
     Accumulator<Warps::kM, Warps::kN> s, ds;
     s.clear();
     ds.clear();
-    s.template multiply<C, C::kHeadDim, AS>(OperandA<typename Tiles::Q>(tiles.q(stage), lane), row_warp,
+    s.template multiply<C, C::kHeadDim>(OperandA<typename Tiles::Q>(tiles.q(stage), lane), row_warp,
                                         OperandBTransposed<typename Tiles::K>(tiles.k(), lane), key_warp);
-    ds.template multiply<C, C::kHeadDimV, AS>(OperandA<typename Tiles::DOut>(tiles.dout(stage), lane), row_warp,
+    ds.template multiply<C, C::kHeadDimV>(OperandA<typename Tiles::DOut>(tiles.dout(stage), lane), row_warp,
                                           OperandBTransposed<typename Tiles::V>(tiles.v(), lane), key_warp);
     RowStatistics<Warps::kM> of_rows;
     of_rows.load(tiles.statistics(stage), row_warp, lane);
@@ -297,10 +298,10 @@ __global__ void __launch_bounds__(C::kWarps * 32, C::kMinBlocks)
     store_fragments<C>(tiles.ds(), row_warp, key_warp, ds, lane);
     __syncthreads();  // P and dS are there for all warps
 
-    dv.template multiply<C, C::kRows, AK>(OperandATransposed<typename Tiles::P>(tiles.p(), lane), own_key,
+    dv.template multiply<C, C::kRows>(OperandATransposed<typename Tiles::P>(tiles.p(), lane), own_key,
                                       OperandB<typename Tiles::DOut>(tiles.dout(stage), lane),
                                       own_column * Warps::kKeyNv * 8);
-    dk.template multiply<C, C::kRows, AK>(OperandATransposed<typename Tiles::P>(tiles.ds(), lane), own_key,
+    dk.template multiply<C, C::kRows>(OperandATransposed<typename Tiles::P>(tiles.ds(), lane), own_key,
                                       OperandB<typename Tiles::Q>(tiles.q(stage), lane),
                                       own_column * Warps::kKeyN * 8);
     if (C::kStages == 1) {
@@ -310,7 +311,7 @@ __global__ void __launch_bounds__(C::kWarps * 32, C::kMinBlocks)
     }
     Accumulator<Warps::kM, Warps::kQueryN> dq;
     dq.clear();
-    dq.template multiply<C, C::kKeys, AQ>(OperandA<typename Tiles::P>(tiles.ds(), lane), row_warp,
+    dq.template multiply<C, C::kKeys>(OperandA<typename Tiles::P>(tiles.ds(), lane), row_warp,
                                       OperandB<typename Tiles::K>(tiles.k(), lane), query_column);
     const Turn turn{kept.turns + head * workspace.row_tiles + row / C::kRows,
                     key / C::kKeys - kept.visible.first(row) / C::kKeys};
@@ -342,23 +343,54 @@ __global__ void __launch_bounds__(C::kWarps * 32, C::kMinBlocks)
 
 constexpr int kSmallThreads = 256;  // of the kernels before and after
 
-// Fills in the statistics of the workspace from lse and delta, a row a thread.
+// delta = rowsum(dO * O) - dlse and the statistics of 16 rows, whose sums of dQ become zero.  16 lanes share a
+// row.
 template <class C>
 FLASHATTN_HD int64_t prepare_blocks(const BackwardParams& p) {
-  return (p.batch * p.heads_q * p.seqlen_q.rows + kSmallThreads - 1) / kSmallThreads;
+  return p.batch * p.heads_q * ((p.seqlen_q.rows + 15) / 16);
 }
 
 template <class C>
 __global__ void __launch_bounds__(kSmallThreads) prepare_rows(const __grid_constant__ BackwardParams p) {
-  const int64_t unit = block_index() * kSmallThreads + threadIdx.x;
-  const int64_t index = unit / p.seqlen_q.rows, row = unit % p.seqlen_q.rows;
-  if (index / p.heads_q >= p.batch) return;
+  static_assert(kSmallThreads == 16 * 16, "16 rows, 16 lanes each");
+  using Workspace = BackwardWorkspace<C>;
+  if (block_index() >= prepare_blocks<C>(p)) return;
+  const int64_t row_blocks = (p.seqlen_q.rows + 15) / 16, index = block_index() / row_blocks;
+  const int first_row = static_cast<int>(block_index() % row_blocks) * 16, lane = threadIdx.x % 16;
   const View view(p, index / p.heads_q, index % p.heads_q);
-  if (row >= view.q.length) return;
-  const float lse = view.statistic(p.lse)[row * p.lse.row];
-  const BackwardWorkspace<C> workspace(p);
-  workspace.statistics[workspace.start(p, view.batch, view.head, view.q.first) * 16 + row] = {
-      lse == -INFINITY ? INFINITY : lse * kLog2E, view.statistic(p.delta)[row * p.delta.row]};
+  if (first_row >= view.q.length) return;
+  const int64_t query = first_row + threadIdx.x / 16;
+  const bool exists = query < view.q.length;
+  const uint16_t* out = view.template query_rows<uint16_t>(p.out) + query * p.out.row;
+  const uint16_t* dout = view.template query_rows<uint16_t>(p.dout) + query * p.dout.row;
+  float delta = 0;
+#pragma unroll
+  for (int column = 0; column < C::kHeadDimV; column += 16 * kChunk) {
+    const int at = column + lane * kChunk, count = exists ? static_cast<int>(p.head_dim_v) - at : 0;
+    const uint4 a = load_chunk<C>(out + at, count), b = load_chunk<C>(dout + at, count);
+    const uint32_t pairs_a[4] = {a.x, a.y, a.z, a.w}, pairs_b[4] = {b.x, b.y, b.z, b.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float2 x = ptx::cvt_unpack<C::kDType>(pairs_a[i]), y = ptx::cvt_unpack<C::kDType>(pairs_b[i]);
+      delta += x.x * y.x + x.y * y.y;
+    }
+  }
+#pragma unroll
+  for (int lanes = 8; lanes > 0; lanes /= 2) delta += __shfl_xor_sync(0xFFFFFFFFu, delta, lanes);
+
+  const Workspace workspace(p);
+  const int64_t block = workspace.start(p, view.batch, view.head, view.q.first) + first_row / 16;
+  if (lane == 0) {
+    const float lse = exists ? view.statistic(p.lse)[query * p.lse.row] : -INFINITY;
+    const bool empty = lse == -INFINITY;  // its LSE is a constant
+    if (exists && p.dlse.data) delta -= view.statistic(p.dlse)[query * p.dlse.row];
+    if (empty) delta = 0;
+    if (exists) view.statistic(p.delta)[query * p.delta.row] = delta;
+    workspace.statistics[block * 16 + threadIdx.x / 16] = {empty ? INFINITY : lse * kLog2E, delta};
+  }
+  float4* sums = reinterpret_cast<float4*>(workspace.sums + block * Workspace::kColumnBlocks * Workspace::kBlock);
+  for (int i = threadIdx.x; i < Workspace::kColumnBlocks * Workspace::kBlock / 4; i += kSmallThreads)
+    sums[i] = float4{0, 0, 0, 0};
 }
 
 // dQ = scale * sums, rounded.  A thread converts 8 columns of two rows that lie 8 apart.

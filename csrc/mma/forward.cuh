@@ -172,7 +172,7 @@ __global__ void __launch_bounds__(C::kWarps * 32, C::kMinBlocks)
 
     Accumulator<kM, kN> s;
     s.clear();
-    s.template multiply<C, C::kHeadDim, false>(OperandA<typename Tiles::Q>(tiles.q(), lane), warp_row,
+    s.template multiply<C, C::kHeadDim>(OperandA<typename Tiles::Q>(tiles.q(), lane), warp_row,
                                         OperandBTransposed<typename Tiles::K>(tiles.k(stage), lane), 0);
     if (C::kStages == 1) {
       wait_for_copies<C, 0>();

@@ -1,17 +1,14 @@
 // Host side of the mma.sync kernels: grids, shared memory, order of the launches.
 #pragma once
 
-#include <cuda_runtime.h>
-
 #include <type_traits>
 
-#include "any/launch.cuh"
+#include "any/gradients.h"
+#include "common/launch.cuh"
 #include "mma/backward.cuh"
 #include "mma/forward.cuh"
 
 namespace flashattn::mma {
-
-using any::launch;
 
 template <class C>
 constexpr int64_t forward_shared_bytes() {
@@ -45,11 +42,14 @@ template <class C>
 int launch_backward(const BackwardParams& p, void* stream) {
   using Element = std::conditional_t<C::kDType == DType::bf16, __nv_bfloat16, __half>;
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
-  int error = any::launch_delta<Element>(p, cuda_stream);
+  int error = launch(prepare_rows<C>, prepare_blocks<C>(p), kSmallThreads, 0, p, cuda_stream);
   if (!error && p.dsink) error = any::launch_sink_gradient<Element>(p, cuda_stream);
-  if (!error)
-    error = cudaMemsetAsync(p.workspace.shared, 0, backward_workspace<C>(p).shared_bytes, cuda_stream);
-  if (!error) error = launch(prepare_rows<C>, prepare_blocks<C>(p), kSmallThreads, 0, p, cuda_stream);
+  if (!error && p.deterministic) {
+    const BackwardWorkspace<C> workspace(p);
+    const int64_t bytes = workspace.bytes - (reinterpret_cast<char*>(workspace.turns) -
+                                             static_cast<char*>(p.workspace.shared));
+    error = cudaMemsetAsync(workspace.turns, 0, bytes, cuda_stream);
+  }
   BackwardParams main = p;
   if (p.deterministic && p.dbias.data) {  // blocks would add to it in any order
     if (!error) error = any::launch_bias_gradient<Element>(p, cuda_stream);

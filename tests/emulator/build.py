@@ -42,6 +42,12 @@ def cuda_rows() -> list:
     return [row for module in table().CUDA_MODULES for row in table().rows(module, "")]
 
 
+def serves_others(row, chosen: list) -> bool:
+    """Units of plain backward kernels hold what the tensor-core ones of the dtype launch too."""
+    return row.op == "backward" and row.name.endswith("simt") and any(
+        (other.op, other.family, other.dtypes) == (row.op, row.family, row.dtypes) for other in chosen)
+
+
 def write(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
@@ -86,10 +92,13 @@ def build(out: Path, rows: str = "", optimise: str = "-O2", fault: tuple[str, st
           jobs: int = 1) -> Path:
     """The emulator with the rows of the table whose names match, in the folder ``out``."""
     chosen = [row for row in cuda_rows() if re.search(rows, row.name)]
+    if not chosen:
+        raise ValueError(f"rows {rows!r}: expected a part of one of {[row.name for row in cuda_rows()]}")
     copy_kernels(out / "csrc", fault)
-    units = [out / "units" / f"{row.name}.cpp" for row in chosen]
-    for row, unit in zip(chosen, units):
-        write(unit, row.unit())
+    units = []
+    for row in chosen + [row for row in cuda_rows() if row not in chosen and serves_others(row, chosen)]:
+        units.append(out / "units" / f"{row.name}.cpp")
+        write(units[-1], row.unit())
     registry = out / "units" / "registry.cpp"
     write(registry, table().registry(chosen, "cpu", [], 0))
     with ThreadPoolExecutor(jobs) as pool:

@@ -55,6 +55,7 @@ void add_plain(const Case& base, std::vector<Case>& cases) {
   cases.push_back(dims(wide, 8, base.dim_v));
   cases.push_back(with(window(shape(base, 1, 260, 270, 2, 1), -1, 0), &Case::deterministic));
   cases.push_back(with(window(wide, -1, 0), &Case::scale, 2.0));  // logits far apart
+  cases.push_back(with(wide, &Case::max_logit));
 }
 
 void add_general(const Case& base, std::vector<Case>& cases) {

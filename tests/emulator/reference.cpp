@@ -35,6 +35,15 @@ std::vector<double> read(const Tensor& x, int64_t batch, int64_t first_row, int6
   return numbers;
 }
 
+// Adds factor * x to a sum and the share of the error to its bound.
+void add_scaled(double factor, double error, const double* x, int64_t count, double* __restrict sum,
+                double* __restrict bound) {
+  for (int64_t i = 0; i < count; ++i) {
+    sum[i] += factor * x[i];
+    bound[i] += error * std::fabs(x[i]);
+  }
+}
+
 double rounding_of(DType dtype) {
   return dtype == DType::bf16  ? 0x1p-8
          : dtype == DType::f16 ? 0x1p-11
@@ -107,14 +116,12 @@ void Reference::forward_row(const Problem& p, Row& row) {
   for (double s : row.logit) sum += std::exp(s - peak);
   row.lse = peak == -INFINITY ? -INFINITY : peak + std::log(sum);
   for (double s : row.logit) row.weight.push_back(std::exp(s - row.lse));
-  for (size_t n = 0; n < row.keys.size(); ++n)
-    for (int64_t column = 0; column < c.dim_v; ++column) {
-      const double value = row.v[row.keys[n] * c.dim_v + column];
-      const int64_t at = out.index(b, i, h, column);
-      out.value[at] += row.weight[n] * row.factor[n] * value;
-      out.bound[at] +=
-          ((row.rounding + row.noise) * row.weight[n] * row.factor[n] + row.tiny) * std::fabs(value);
-    }
+  const int64_t at = out.index(b, i, h);
+  for (size_t n = 0; n < row.keys.size(); ++n) {
+    const double weight = row.weight[n] * row.factor[n];
+    add_scaled(weight, (row.rounding + row.noise) * weight + row.tiny, &row.v[row.keys[n] * c.dim_v], c.dim_v,
+               &out.value[at], &out.bound[at]);
+  }
   const double accuracy = p.dtype == DType::f64 ? 1e-12 : 2e-5;
   lse.value[lse.index(b, i, h)] = row.lse;
   max_logit.value[lse.index(b, i, h)] = largest;
@@ -152,13 +159,13 @@ void Reference::differentiate(const Problem& p, const Row& row, size_t n, const 
   const double* v = &row.v[j * c.dim_v];
   const double* k = &row.k[j * c.dim];
   double dp = 0, dp_size = 0;
-  const int64_t v_index = dv.index(row.batch, j, row.head_k);
   for (int64_t column = 0; column < c.dim_v; ++column) {
     dp += dout[column] * v[column];
     dp_size += std::fabs(dout[column] * v[column]);
-    dv.value[v_index + column] += weight * dout[column];
-    dv.bound[v_index + column] += ((row.rounding + row.noise) * weight + row.tiny) * std::fabs(dout[column]);
   }
+  const int64_t v_index = dv.index(row.batch, j, row.head_k);
+  add_scaled(weight, (row.rounding + row.noise) * weight + row.tiny, dout.data(), c.dim_v, &dv.value[v_index],
+             &dv.bound[v_index]);
   double ds = row.weight[n] * (row.factor[n] * dp - delta);
   double error = row.noise * row.weight[n] * (row.factor[n] * dp_size + delta_size);
   if (c.dbias) {
@@ -168,14 +175,11 @@ void Reference::differentiate(const Problem& p, const Row& row, size_t n, const 
   }
   ds *= row.cap_slope[n];
   error += row.rounding * std::fabs(ds) + row.tiny;
+  const double scaled = p.scale() * ds, scaled_error = std::fabs(p.scale()) * error;
   const int64_t q_index = dq.index(row.batch, row.query, row.head);
   const int64_t k_index = dk.index(row.batch, j, row.head_k);
-  for (int64_t column = 0; column < c.dim; ++column) {
-    dq.value[q_index + column] += p.scale() * ds * k[column];
-    dq.bound[q_index + column] += std::fabs(p.scale() * k[column]) * error;
-    dk.value[k_index + column] += p.scale() * ds * row.q[column];
-    dk.bound[k_index + column] += std::fabs(p.scale() * row.q[column]) * error;
-  }
+  add_scaled(scaled, scaled_error, k, c.dim, &dq.value[q_index], &dq.bound[q_index]);
+  add_scaled(scaled, scaled_error, row.q.data(), c.dim, &dk.value[k_index], &dk.bound[k_index]);
 }
 
 }  // namespace emulator

@@ -126,6 +126,12 @@ uint32_t cvt_pack(float low, float high) {
   return encode(low) | static_cast<uint32_t>(encode(high)) << 16;
 }
 
+template <DType dtype>
+float2 cvt_unpack(uint32_t packed) {
+  const auto decode = dtype == DType::bf16 ? emulator::decode_bf16 : emulator::decode_f16;
+  return {decode(static_cast<uint16_t>(packed)), decode(static_cast<uint16_t>(packed >> 16))};
+}
+
 inline void red_add(float* to, float x) { *to += x; }
 inline int red_add_slot(int lane, int e) { return lane * 4 + e; }
 inline void red_add_warp(float* to, int lane, const float (&x)[4]) {

@@ -1,0 +1,19 @@
+// Gradients that every backward leaves to kernels of their own.  E is the type of q's elements; they return a
+// cudaError_t.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "params.h"
+
+namespace flashattn::any {
+
+// p.dsink from p.delta.
+template <class E>
+int launch_sink_gradient(const BackwardParams& p, cudaStream_t stream);
+
+// p.dbias from p.delta, in an order that never varies.
+template <class E>
+int launch_bias_gradient(const BackwardParams& p, cudaStream_t stream);
+
+}  // namespace flashattn::any

@@ -1,5 +1,14 @@
+import contextlib
+
 import pytest
 import torch
+
+import flashattn
+
+
+def pytest_addoption(parser):
+    parser.addoption("--device", default="cpu", help="where tests make their tensors: cpu, cuda, cuda:1, ...")
+    parser.addoption("--family", help="only kernels of this family serve")
 
 
 def pytest_configure(config):
@@ -13,7 +22,14 @@ def _seed():
     torch.manual_seed(0)
 
 
+@pytest.fixture(autouse=True)
+def _family(request):
+    name = request.config.getoption("--family")
+    with flashattn.force_family(name) if name else contextlib.nullcontext():
+        yield
+
+
 @pytest.fixture
-def device():
+def device(request):
     """The device that tests make their tensors on."""
-    return torch.device("cpu")
+    return torch.device(request.config.getoption("--device"))

@@ -13,18 +13,18 @@ namespace flashattn::any {
 
 template <class E, class Params>
 int launch_tiles(void (*kernel)(Params), int64_t blocks, const Params& p, cudaStream_t stream) {
-  return launch(kernel, blocks, kThreads, sizeof(SharedTiles<Sum<E>>), p, stream);
+  return launch_kernel(kernel, blocks, kThreads, sizeof(SharedTiles<Sum<E>>), p, stream);
 }
 
 template <class E>
 int launch_delta(const BackwardParams& p, cudaStream_t stream) {
-  return launch(delta_kernel<E>, delta_blocks(p), kDeltaThreads, 0, p, stream);
+  return launch_kernel(delta_kernel<E>, delta_blocks(p), kDeltaThreads, 0, p, stream);
 }
 
 // After launch_delta.
 template <class E>
 int launch_sink_gradient(const BackwardParams& p, cudaStream_t stream) {
-  return launch(sink_gradient_kernel<E>, p.heads_q, kSinkThreads, kSinkBytes, p, stream);
+  return launch_kernel(sink_gradient_kernel<E>, p.heads_q, kSinkThreads, kSinkBytes, p, stream);
 }
 
 // After launch_delta.

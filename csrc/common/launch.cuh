@@ -10,8 +10,8 @@ namespace flashattn {
 // Launches `blocks` blocks, numbered by block_index(): as many as can be in x, the rest in y.  Returns a
 // cudaError_t.
 template <class Params>
-int launch(void (*kernel)(Params), int64_t blocks, int threads, int shared_bytes, const Params& p,
-           cudaStream_t stream) {
+int launch_kernel(void (*kernel)(Params), int64_t blocks, int threads, int shared_bytes, const Params& p,
+                  cudaStream_t stream) {
   if (blocks == 0) return cudaSuccess;
   if (const auto error =
           cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes))

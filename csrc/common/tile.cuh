@@ -92,7 +92,8 @@ __device__ inline void multiply_add(float (&d)[4], const uint32_t (&a)[4], uint3
   }
 }
 
-// Sums of a warp's tile of m16n8 blocks.  Lane l holds rows l/4 and l/4 + 8 of each, columns 2 (l%4) + {0, 1}.
+// Sums of a warp's tile of m16n8 blocks.  Lane l holds rows l/4 and l/4 + 8 of each, columns 2 (l%4) + {0,
+// 1}.
 template <int m_blocks, int n_blocks>
 struct Accumulator {
   static constexpr int kM = m_blocks, kN = n_blocks;
@@ -245,8 +246,8 @@ __device__ inline void store_chunk(uint16_t* to, uint4 x, int count) {
 
 // Rows of a tile to global memory; `thread` of `threads` share the work.
 template <class C, class T>
-__device__ inline void store_rows(const T& tile, int count, void* data, int64_t stride, int columns, int thread,
-                                  int threads) {
+__device__ inline void store_rows(const T& tile, int count, void* data, int64_t stride, int columns,
+                                  int thread, int threads) {
   constexpr int kChunks = T::kColumns / kChunk;
   for (int i = thread; i < count * kChunks; i += threads) {
     const int row = i / kChunks, chunk = i % kChunks, left = columns - chunk * kChunk;

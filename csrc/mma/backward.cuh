@@ -59,7 +59,8 @@ struct BackwardWorkspace {
     const int64_t blocks = p.heads_q * row_blocks;
     sums = static_cast<float*>(p.workspace.shared);
     statistics = reinterpret_cast<float2*>(sums + blocks * kColumnBlocks * kBlock);
-    turns = reinterpret_cast<int*>(statistics + blocks * 16 + C::kRows);  // a tile may reach past the last block
+    turns =
+        reinterpret_cast<int*>(statistics + blocks * 16 + C::kRows);  // a tile may reach past the last block
     const int64_t turn_count = p.deterministic ? p.batch * p.heads_q * row_tiles : 0;
     bytes = reinterpret_cast<char*>(turns + turn_count) - static_cast<char*>(p.workspace.shared);
   }
@@ -135,8 +136,8 @@ __device__ inline void differentiate_general(const BackwardParams& p, const Scor
         }
       }
   if (p.dbias.data) {
-    float* dbias = static_cast<float*>(p.dbias.data) + tile.view.batch * p.dbias.batch +
-                   tile.view.head * p.dbias.head;
+    float* dbias =
+        static_cast<float*>(p.dbias.data) + tile.view.batch * p.dbias.batch + tile.view.head * p.dbias.head;
     tile.each(ds, [&](float& x, int query, int k) {
       if (x != 0) ptx::red_add(dbias + query * p.dbias.row + k, x);
     });
@@ -234,8 +235,8 @@ __global__ void __launch_bounds__(C::kWarps * 32, C::kMinBlocks)
   const uint16_t* q_rows = view.template query_rows<uint16_t>(p.q) + first_row * p.q.row;
   const uint16_t* dout_rows = view.template query_rows<uint16_t>(p.dout) + first_row * p.dout.row;
   const float2* statistics = workspace.statistics + start * 16;
-  float* sums =
-      workspace.sums + ((start + row_warp / 16) * workspace.kColumnBlocks + query_column / 8) * workspace.kBlock;
+  float* sums = workspace.sums +
+                ((start + row_warp / 16) * workspace.kColumnBlocks + query_column / 8) * workspace.kBlock;
   const auto step_size = [&](int64_t of_tile, int64_t of_head, bool head_ends) {
     return head_ends ? of_head - (tiles_of_head - 1) * of_tile : of_tile;
   };
@@ -288,7 +289,8 @@ __global__ void __launch_bounds__(C::kWarps * 32, C::kMinBlocks)
     of_rows.load(tiles.statistics(stage), row_warp, lane);
     if constexpr (C::kGeneral) {
       const View of_head(p, batch, first_head + head);
-      differentiate_general(p, {p, of_head, kept.visible, row + row_warp, key + key_warp, lane}, of_rows, s, ds);
+      differentiate_general(p, {p, of_head, kept.visible, row + row_warp, key + key_warp, lane}, of_rows, s,
+                            ds);
     } else {
       differentiate(static_cast<float>(p.score.scale) * kLog2E, of_rows, s, ds);
       if (row < whole.first || row + C::kRows > whole.last)
@@ -343,8 +345,8 @@ __global__ void __launch_bounds__(C::kWarps * 32, C::kMinBlocks)
 
 constexpr int kSmallThreads = 256;  // of the kernels before and after
 
-// delta = rowsum(dO * O) - dlse and the statistics of 16 rows, whose sums of dQ become zero.  16 lanes share a
-// row.
+// delta = rowsum(dO * O) - dlse and the statistics of 16 rows, whose sums of dQ become zero.  16 lanes share
+// a row.
 template <class C>
 FLASHATTN_HD int64_t prepare_blocks(const BackwardParams& p) {
   return p.batch * p.heads_q * ((p.seqlen_q.rows + 15) / 16);
@@ -388,7 +390,8 @@ __global__ void __launch_bounds__(kSmallThreads) prepare_rows(const __grid_const
     if (exists) view.statistic(p.delta)[query * p.delta.row] = delta;
     workspace.statistics[block * 16 + threadIdx.x / 16] = {empty ? INFINITY : lse * kLog2E, delta};
   }
-  float4* sums = reinterpret_cast<float4*>(workspace.sums + block * Workspace::kColumnBlocks * Workspace::kBlock);
+  float4* sums =
+      reinterpret_cast<float4*>(workspace.sums + block * Workspace::kColumnBlocks * Workspace::kBlock);
   for (int i = threadIdx.x; i < Workspace::kColumnBlocks * Workspace::kBlock / 4; i += kSmallThreads)
     sums[i] = float4{0, 0, 0, 0};
 }
@@ -413,9 +416,10 @@ __global__ void __launch_bounds__(kSmallThreads) finish_queries(const __grid_con
   if (index / p.heads_q >= p.batch || columns <= 0) return;
   const View view(p, index / p.heads_q, index % p.heads_q);
   const Workspace workspace(p);
-  const float* sums =
-      workspace.sums + ((workspace.start(p, view.batch, view.head, view.q.first) + row / 16) *
-                            Workspace::kColumnBlocks + column_block) * Workspace::kBlock;
+  const float* sums = workspace.sums + ((workspace.start(p, view.batch, view.head, view.q.first) + row / 16) *
+                                            Workspace::kColumnBlocks +
+                                        column_block) *
+                                           Workspace::kBlock;
   const float scale = static_cast<float>(p.score.scale);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {

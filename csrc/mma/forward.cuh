@@ -95,10 +95,9 @@ __device__ inline void store_output(const ForwardParams& p, const View& view, co
     for (int half = 0; half < 2; ++half) {
       const int r = warp_row + fragment_row(lane, m, 2 * half);
       const bool counts = row + r < view.q.length;
-      const float sink =
-          p.score.sink.data && counts
-              ? load_number(p.score.sink.data, p.score.sink.dtype, view.head * p.score.sink.head)
-              : -INFINITY;
+      const float sink = p.score.sink.data && counts ? load_number(p.score.sink.data, p.score.sink.dtype,
+                                                                   view.head * p.score.sink.head)
+                                                     : -INFINITY;
       const RowResult result = softmax.finish(m, half, sink);
 #pragma unroll
       for (int n = 0; n < kNv; ++n)
@@ -114,8 +113,9 @@ __device__ inline void store_output(const ForwardParams& p, const View& view, co
   __syncthreads();  // every warp has read Q, and its copies have landed: O may take its place
   store_fragments<C>(tiles.o(), warp_row, 0, out, lane);
   __syncthreads();
-  store_rows<C>(tiles.o(), min(C::kRows, rows_left), view.template query_rows<uint16_t>(p.out) + row * p.out.row,
-                p.out.row, static_cast<int>(p.head_dim_v), threadIdx.x, ForwardTiles<C>::kThreads);
+  store_rows<C>(tiles.o(), min(C::kRows, rows_left),
+                view.template query_rows<uint16_t>(p.out) + row * p.out.row, p.out.row,
+                static_cast<int>(p.head_dim_v), threadIdx.x, ForwardTiles<C>::kThreads);
 }
 
 template <class C>
@@ -181,8 +181,8 @@ __global__ void __launch_bounds__(C::kWarps * 32, C::kMinBlocks)
       commit_copies<C>();
     }
     // Rows of the tile differ in what they see at its edges only.
-    const bool edge = key < visible.first(last_row) || key + C::kKeys > visible.last(row) ||
-                      row + C::kRows > visible.len_q;
+    const bool edge =
+        key < visible.first(last_row) || key + C::kKeys > visible.last(row) || row + C::kRows > visible.len_q;
     const ScoreTile scores{p, view, visible, row + warp_row, key, lane};
     if (C::kGeneral)
       scores.logits(s, static_cast<decltype(&s)>(nullptr));
@@ -196,8 +196,7 @@ __global__ void __launch_bounds__(C::kWarps * 32, C::kMinBlocks)
         for (int n = 0; n < kNv; ++n)
 #pragma unroll
           for (int e = 0; e < 4; ++e) out.x[m][n][e] *= rescale[m][e / 2];
-    if (C::kGeneral && p.dropout.seed)
-      drop_weights(p, view, s, row + warp_row, key, lane);
+    if (C::kGeneral && p.dropout.seed) drop_weights(p, view, s, row + warp_row, key, lane);
     if (C::kStages > 1) {
       wait_for_copies<C, 1>();
       __syncthreads();  // V has landed for all warps

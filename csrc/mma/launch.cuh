@@ -22,8 +22,8 @@ Workspace forward_workspace(const ForwardParams&) {
 
 template <class C>
 int launch_forward(const ForwardParams& p, void* stream) {
-  return launch(forward_kernel<C>, forward_tiles<C>(p).count(), C::kWarps * 32, ForwardTiles<C>::kBytes, p,
-                static_cast<cudaStream_t>(stream));
+  return launch_kernel(forward_kernel<C>, forward_tiles<C>(p).count(), C::kWarps * 32,
+                       ForwardTiles<C>::kBytes, p, static_cast<cudaStream_t>(stream));
 }
 
 template <class C>
@@ -42,12 +42,12 @@ template <class C>
 int launch_backward(const BackwardParams& p, void* stream) {
   using Element = std::conditional_t<C::kDType == DType::bf16, __nv_bfloat16, __half>;
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
-  int error = launch(prepare_rows<C>, prepare_blocks<C>(p), kSmallThreads, 0, p, cuda_stream);
+  int error = launch_kernel(prepare_rows<C>, prepare_blocks<C>(p), kSmallThreads, 0, p, cuda_stream);
   if (!error && p.dsink) error = any::launch_sink_gradient<Element>(p, cuda_stream);
   if (!error && p.deterministic) {
     const BackwardWorkspace<C> workspace(p);
-    const int64_t bytes = workspace.bytes - (reinterpret_cast<char*>(workspace.turns) -
-                                             static_cast<char*>(p.workspace.shared));
+    const int64_t bytes =
+        workspace.bytes - (reinterpret_cast<char*>(workspace.turns) - static_cast<char*>(p.workspace.shared));
     error = cudaMemsetAsync(workspace.turns, 0, bytes, cuda_stream);
   }
   BackwardParams main = p;
@@ -56,9 +56,9 @@ int launch_backward(const BackwardParams& p, void* stream) {
     main.dbias.data = nullptr;
   }
   if (!error)
-    error = launch(backward_kernel<C>, backward_tiles<C>(p).count(), C::kWarps * 32, BackwardTiles<C>::kBytes, main,
-                   cuda_stream);
-  if (!error) error = launch(finish_queries<C>, finish_blocks<C>(p), kSmallThreads, 0, p, cuda_stream);
+    error = launch_kernel(backward_kernel<C>, backward_tiles<C>(p).count(), C::kWarps * 32,
+                          BackwardTiles<C>::kBytes, main, cuda_stream);
+  if (!error) error = launch_kernel(finish_queries<C>, finish_blocks<C>(p), kSmallThreads, 0, p, cuda_stream);
   return error;
 }
 

@@ -1,0 +1,148 @@
+"""Compiles every CUDA row for its own architecture and looks at what came out; needs nvcc, but no GPU.
+
+    python tests/check_kernels.py [--archs 80,90] [--rows REGEX] [--jobs N] [--if-nvcc]
+
+Prints registers, spills and tensor-core instructions of each kernel.  Fails where a kernel spills more bytes
+than kernels_ledger.json allows it (none, unless a line says why), or where a tensor-core row lacks the
+instructions that one pass through its loop needs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import importlib.util
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).absolute().parents[1]
+LEDGER = ROOT / "tests/kernels_ledger.json"
+OUTPUT = ROOT / "build/kernels"
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A compiled kernel: its resources, and how often each instruction is in its SASS."""
+
+    row: object
+    name: str
+    arch: int
+    registers: int
+    spills: tuple[int, int]  # bytes of stores and loads
+    instructions: collections.Counter
+
+    @property
+    def key(self) -> str:
+        """Its name in the ledger."""
+        return f"{self.row.name} {self.name} sm_{self.arch}"
+
+    def __str__(self) -> str:
+        spills = "spills {} and {} bytes".format(*self.spills) if any(self.spills) else "no spills"
+        return f"{self.key}: {self.registers} registers, {spills}, {self.instructions['HMMA']} HMMA"
+
+
+def load_build():
+    """flashattn/_build.py without the package, which imports torch."""
+    spec = importlib.util.spec_from_file_location("flashattn_build", ROOT / "flashattn/_build.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def disassembler() -> str:
+    """nvdisasm: on PATH, or in the package nvidia-cuda-nvdisasm."""
+    packaged = Path(sysconfig.get_path("purelib"), "nvidia/cu13/bin/nvdisasm")
+    found = shutil.which("nvdisasm") or (packaged.exists() and str(packaged))
+    return found or sys.exit("no nvdisasm on PATH: pip install nvidia-cuda-nvdisasm")
+
+
+def kernel_name(symbol: str) -> str:
+    """The last of the names in a mangled one: forward_kernel of _ZN9flashattn3mma14forward_kernelI..."""
+    name, rest = "", symbol.removeprefix("_ZN")
+    while length := re.match(r"\d+", rest):
+        end = length.end() + int(length[0])
+        name, rest = rest[length.end():end], rest[end:]
+    return name
+
+
+def compile_row(nvcc: str, flags: list[str], row, arch: int) -> list[Kernel]:
+    cubin = OUTPUT / row.module / f"{row.name}.sm_{arch}.cubin"
+    compiled = subprocess.run(
+        [nvcc, *flags, "-Xptxas=-v", "-I", str(ROOT / "csrc"), f"-arch=sm_{arch}", "-cubin", "-o", str(cubin),
+         str(OUTPUT / row.module / f"{row.name}.{row.suffix}")], capture_output=True, text=True)
+    if compiled.returncode:
+        sys.exit(f"{row.name} does not compile for sm_{arch}:\n{compiled.stderr}")
+    sass = subprocess.run([disassembler(), "-c", str(cubin)], capture_output=True, text=True, check=True).stdout
+    instructions = {
+        symbol: collections.Counter(re.findall(r"^\s+/\*\w+\*/\s+(?:@!?\w+ )?\s*([A-Z]\w*)", text, re.MULTILINE))
+        for symbol, text in re.findall(r"^\.text\.(\w+):\n(.*?)(?=^\.text\.|\Z)", sass, re.MULTILINE | re.DOTALL)}
+    resources = re.findall(r"Compiling entry function '(\w+)'.*?(\d+) bytes spill stores, (\d+) bytes spill loads"
+                           r".*?Used (\d+) registers", compiled.stderr, re.DOTALL)
+    assert len(resources) == len(instructions) > 0, f"{row.name}: ptxas or nvdisasm prints something new"
+    return [Kernel(row, kernel_name(symbol), arch, int(registers), (int(stores), int(loads)), instructions[symbol])
+            for symbol, stores, loads, registers in resources]
+
+
+def least_multiplications(row, arch: int) -> int:
+    """Tensor-core instructions of a warp for one tile of scores: (rows, keys) times each head dim."""
+    passes = {"forward": row.head_dim + row.head_dim_v, "backward": 3 * row.head_dim + 2 * row.head_dim_v}[row.op]
+    return row.rows * row.keys * passes // (16 * 8 * (16 if arch >= 80 else 8) * row.warps)
+
+
+def faults(kernel: Kernel, ledger: dict) -> list[str]:
+    """What is wrong with a kernel."""
+    allowed, found, count = ledger.get(kernel.key), [], kernel.instructions
+    if any(ours > most for ours, most in zip(kernel.spills, allowed["bytes"] if allowed else (0, 0))):
+        found.append(f"spills {kernel.spills} bytes of stores and loads, allowed: {allowed}")
+    if allowed and not any(kernel.spills):
+        found.append(f"spills nothing: remove its line from {LEDGER.name}")
+    if hasattr(kernel.row, "warps") and kernel.name == f"{kernel.row.op}_kernel":
+        least = least_multiplications(kernel.row, kernel.arch)
+        if count["HMMA"] < least:
+            found.append(f"{count['HMMA']} HMMA, expected at least {least}")
+        found += [f"no {name}" for name in ("LDSM", *(["LDGSTS"] if kernel.arch >= 80 else [])) if not count[name]]
+        if not allowed and count["LDL"] + count["STL"]:
+            found.append(f"local memory: {count['LDL']} LDL, {count['STL']} STL")
+    return [f"{kernel.key}: {text}" for text in found]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--archs", default="75,80", help="compute capabilities, 10 * major + minor")
+    parser.add_argument("--rows", default="", help="only rows whose name this regular expression matches")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count())
+    parser.add_argument("--if-nvcc", action="store_true", help="without nvcc, succeed")
+    arguments = parser.parse_args()
+    build = load_build()
+    home = build.cuda_home()
+    if home is None:
+        print("no nvcc (CUDA_HOME, PATH, /usr/local/cuda): the CUDA kernels are not checked")
+        sys.exit(not arguments.if_nvcc)
+    table = build.instances()
+    for module in table.CUDA_MODULES:
+        table.generate(OUTPUT / module, module)
+    archs = [int(arch) for arch in arguments.archs.split(",")]
+    tasks = [(row, arch) for row in table.ROWS for arch in archs if row.module in table.CUDA_MODULES
+             and re.search(arguments.rows, row.name)
+             and (arch >= 80 if row.module == "sm80" else arch == 75)]
+    ledger = json.loads(LEDGER.read_text())
+    with ThreadPoolExecutor(arguments.jobs) as pool:
+        compiled = list(pool.map(
+            lambda task: compile_row(f"{home}/bin/nvcc", build.NVCC_FLAGS, *task), tasks))
+    kernels = [kernel for of_row in compiled for kernel in of_row]
+    print(*kernels, sep="\n")
+    found = [text for kernel in kernels for text in faults(kernel, ledger)]
+    print(*found, f"{len(kernels)} kernels of {len(tasks)} rows, {len(found)} faults", sep="\n")
+    sys.exit(bool(found))
+
+
+if __name__ == "__main__":
+    main()

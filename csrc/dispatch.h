@@ -52,7 +52,7 @@ Reasons reasons(const Problem& problem);
 // While this is not null, a call of this thread launches nothing and leaves its reasons there.
 Reasons*& explanation();
 
-// Only rows of this family serve from now on; empty: any.
+// Only rows of this family, or the row of this name, serve from now on; empty: any.
 void force_family(const std::string& family);
 const std::string& forced_family();
 

@@ -75,14 +75,15 @@ def force_family(name: str) -> Iterator[None]:
     A/B runs.
 
     Args:
-        name: a family of :func:`families`, for example "cpu_baseline".
+        name: a family of :func:`families`, for example "cpu_baseline", or one kernel, for example
+            "forward_cpu_baseline", which leaves the other operations without any.
 
     Raises:
-        ValueError: this build has no such family.
+        ValueError: this build has no such family or kernel.
     """
     extension = _load.extension()
-    if name not in families():
-        raise ValueError(f"family {name!r}: expected one of {families()}")
+    if name not in families() and name not in (row["name"] for row in extension.instances()):
+        raise ValueError(f"family {name!r}: expected one of {families()}, or the name of a kernel")
     before = extension.forced_family()
     extension.force_family(name)
     try:

@@ -7,6 +7,7 @@ float32 accuracy whatever the dtype of the inputs.  float64 inputs are held to 1
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import math
 from collections.abc import Iterable
@@ -78,12 +79,13 @@ def check_forward(q: Tensor, k: Tensor, v: Tensor, **options) -> tuple[Tensor, T
 
 
 def check_backward(
-    q: Tensor, k: Tensor, v: Tensor, *, lse_grad: bool = True, **options
+    q: Tensor, k: Tensor, v: Tensor, *, lse_grad: bool = True, served_by: str | None = None, **options
 ) -> tuple[Tensor, ...]:
     """:func:`check_forward`, and the gradients of q, k, v, bias and sink for random gradients of out and LSE.
 
     Args:
         lse_grad: False leaves the LSE out of the loss.
+        served_by: the kernel of the backward.
 
     Returns:
         our ``(out, lse, dq, dk, dv[, dbias][, dsink])``.
@@ -97,7 +99,8 @@ def check_backward(
 
     dout, dlse = torch.randn_like(out), torch.randn_like(lse) if lse_grad else None
     results = (out, lse) if lse_grad else (out,)
-    grads = torch.autograd.grad(results, list(leaves.values()), (dout, dlse)[:len(results)])
+    with flashattn.force_family(served_by) if served_by else contextlib.nullcontext():
+        grads = torch.autograd.grad(results, list(leaves.values()), (dout, dlse)[:len(results)])
     oracle = reference.backward(dout, q, k, v, dlse=dlse, **semantic)
     plain = reference.backward(dout, q, k, v, dlse=dlse, **semantic, dtype=q.dtype)
     noises = _gradient_noises(dout, dlse, oracle_out, oracle_lse, q, k, v, semantic)

@@ -1,4 +1,5 @@
 import contextlib
+import json
 
 import pytest
 import torch
@@ -9,12 +10,27 @@ import flashattn
 def pytest_addoption(parser):
     parser.addoption("--device", default="cpu", help="where tests make their tensors: cpu, cuda, cuda:1, ...")
     parser.addoption("--family", help="only kernels of this family serve")
+    parser.addoption("--results", metavar="FILE", help="append each test's result to this file, as it comes")
 
 
 def pytest_configure(config):
     # Test processes side by side share the cores; more threads than cores would only wait for each other.
     workers = getattr(config, "workerinput", {}).get("workercount", 1)
     torch.set_num_threads(max(1, torch.get_num_threads() // workers))
+    if config.getoption("--results") and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Results(config.getoption("--results")))
+
+
+class Results:
+    """A line of JSON for each test; of one that fails, for each part that fails."""
+
+    def __init__(self, path):
+        self.file = open(path, "a", buffering=1)
+
+    def pytest_runtest_logreport(self, report):
+        if report.when == "call" or report.outcome != "passed":
+            result = {"test": report.nodeid, "outcome": report.outcome, "seconds": report.duration}
+            self.file.write(json.dumps(result) + "\n")
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +45,15 @@ def _family(request):
         yield
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def device(request):
     """The device that tests make their tensors on."""
     return torch.device(request.config.getoption("--device"))
+
+
+@pytest.fixture(autouse=True)
+def _memory(device):
+    """Processes share a card: what a test does not need any more is for the others."""
+    yield
+    if device.type == "cuda" and torch.cuda.memory_reserved(device) > 1 << 30:
+        torch.cuda.empty_cache()

@@ -186,11 +186,17 @@ def test_force_family():
         with flashattn.force_family(family):
             for (name, why_not), (_, why_not_before) in zip(candidates("forward"), before, strict=True):
                 same = family_of(name) == family
-                assert why_not == (why_not_before if same else f"family {family} is forced")
+                assert why_not == (why_not_before if same else f"{family} is forced")
             with pytest.raises(ZeroDivisionError), flashattn.force_family("cpu_baseline"):
                 raise ZeroDivisionError
             assert _load.extension().forced_family() == family
         assert candidates("forward") == before
+
+
+def test_force_one_kernel():
+    with flashattn.force_family("forward_cpu_baseline"):
+        assert [name for name, why_not in candidates("forward") if not why_not] == ["forward_cpu_baseline"]
+        assert all(why_not == "forward_cpu_baseline is forced" for _, why_not in candidates("backward"))
 
 
 def test_force_family_refuses():
@@ -313,7 +319,7 @@ def test_every_chip(faked):
 def test_forced_and_missing(faked):
     assert faked["decode"] == []
     assert dict(map(tuple, faked["forced"])) == {
-        **dict.fromkeys(("new", "wide", "rest"), "family sm75 is forced"),
+        **dict.fromkeys(("new", "wide", "rest"), "sm75 is forced"),
         "old": "was not built for compute capability 9.0, only for 7.5"}
 
 

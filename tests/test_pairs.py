@@ -7,7 +7,6 @@ need three options at once are met by chance: the arrays of several seeds differ
 import itertools
 import random
 
-import pytest
 import torch
 
 from cases import dense, ints, packed
@@ -60,6 +59,21 @@ def covering_array(factors: dict[str, tuple], seed: int) -> list[dict]:
 
 CASES = {f"{seed}-{number}": case for seed in range(4)
          for number, case in enumerate(covering_array(FACTORS, seed))}
+# CUDA kernels are one for each range of head dims and have large tiles.
+CUDA_FACTORS = FACTORS | {
+    "dims": ((8, 8), (40, 72), (63, 65), (64, 64), (80, 80), (96, 96), (128, 128), (128, 24), (192, 128),
+             (192, 192), (256, 256), (320, 512)),
+    "lengths": ((1, 65), (64, 64), (70, 130), (130, 70), (129, 257), (255, 127), (17, 1025), (513, 300)),
+    "dtype": (torch.float32, torch.bfloat16, torch.float16),
+}
+
+
+def pytest_generate_tests(metafunc):
+    if "case" in metafunc.fixturenames:
+        on_cpu = metafunc.config.getoption("--device") == "cpu"
+        cases = CASES | ({} if on_cpu else {
+            f"cuda-{number}": case for number, case in enumerate(covering_array(CUDA_FACTORS, 0))})
+        metafunc.parametrize("case", cases.values(), ids=cases)
 
 
 def test_every_pair_has_a_case():
@@ -68,9 +82,7 @@ def test_every_pair_has_a_case():
         assert held == set(itertools.product(a_values, b_values)), f"{a} and {b}"
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_case(device, name):
-    case = CASES[name]
+def test_case(device, case):
     dtype, (len_q, len_k), heads = case["dtype"], case["lengths"], case["heads"]
     options = {name: case[name] for name in (
         "causal", "window", "scale", "softcap", "dropout_p", "lse_grad", "deterministic", "batch_invariant",

@@ -17,7 +17,6 @@ from layouts import DISTINCT, REPEATED, laid_out
 CI = settings(max_examples=500, derandomize=True, deadline=None, database=None,
               suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 
-DEVICE = torch.device("cpu")
 F32 = torch.float32
 # Mostly short, sometimes at the edges of the tiles.
 LENGTHS = st.one_of(st.integers(0, 12), st.sampled_from([15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129]))
@@ -78,7 +77,7 @@ def slopes(case: dict, batch: int, heads: int) -> torch.Tensor:
     return 0.05 * randn(*([batch] if case["alibi"] == "batch and head" else []), heads)
 
 
-def build(case: dict) -> tuple[tuple[torch.Tensor, ...], dict]:
+def build(case: dict) -> tuple[list[torch.Tensor], dict]:
     """(q, k, v) and the options that the description stands for."""
     torch.manual_seed(case["seed"])
     dtype, (kv_heads, ratio), (dim, dim_v) = case["dtype"], case["heads"], case["dims"]
@@ -98,7 +97,8 @@ def build(case: dict) -> tuple[tuple[torch.Tensor, ...], dict]:
             unread = torch.ones(before + sum(lengths) + after, dtype=torch.bool)
             for start, n in zip(offsets, counted):
                 unread[start: start + n] = False
-            if case["max_seqlen"] or case["bias"] or case["mask"]:
+            on_cuda = torch.get_default_device().type == "cuda"     # which asks for it
+            if case["max_seqlen"] or case["bias"] or case["mask"] or on_cuda:
                 longest[-1] += case["max_seqlen"]             # it may be larger than the longest sequence
                 options[f"max_seqlen_{side}"] = longest[-1]
         else:
@@ -122,21 +122,22 @@ def build(case: dict) -> tuple[tuple[torch.Tensor, ...], dict]:
         options["sink"] = randn(heads, dtype=F32 if case["sink"] == "float32" else dtype)
     if options["dropout_p"]:
         options["seed"] = case["seed"] << 30
-    return tuple(t.to(DEVICE) for t in tensors), {
-        name: o.to(DEVICE) if isinstance(o, torch.Tensor) else o for name, o in options.items()}
+    return tensors, options
 
 
 @CI
 @given(attention())
-def test_forward(case):
-    tensors, options = build(case)
+def test_forward(device, case):
+    with device:
+        tensors, options = build(case)
     check_forward(*tensors, **options)
 
 
 @CI
 @given(attention(TRAINED_LAYOUTS), st.booleans())
-def test_backward(case, lse_grad):
-    tensors, options = build(case)
+def test_backward(device, case, lse_grad):
+    with device:
+        tensors, options = build(case)
     check_backward(*tensors, **options, lse_grad=lse_grad)
 
 
@@ -250,12 +251,12 @@ def build_decode(case: dict) -> tuple[tuple[torch.Tensor, ...], dict]:
         options["sink"] = randn(heads, dtype=F32 if case["sink"] == "float32" else dtype)
     if case["out"] and not case["packed"]:                    # packed, it keeps rows that the oracle has as 0
         options["out"] = laid_out(torch.full((*q.shape[:-1], dim_v), math.nan, dtype=dtype), case["out"])
-    return tuple(None if t is None else t.to(DEVICE) for t in (q, *caches)), {
-        name: o.to(DEVICE) if isinstance(o, torch.Tensor) else o for name, o in options.items()}
+    return (q, *caches), options
 
 
 @CI
 @given(decoding())
-def test_decode(case):
-    tensors, options = build_decode(case)
+def test_decode(device, case):
+    with device:
+        tensors, options = build_decode(case)
     check_decode(*tensors, **options)

@@ -53,6 +53,11 @@ struct View {
   }
 };
 
+// Must products be turned into logits, or is scaling all that happens to them?
+__device__ inline bool modifies(const Score& score) {
+  return score.softcap > 0 || score.alibi.data || score.bias.data || score.mask.data || score.scale <= 0;
+}
+
 // A warp's scores: rows from `row` and keys from `key` on of one head.
 struct ScoreTile {
   const ForwardParams& p;
@@ -156,6 +161,25 @@ struct ScoreTile {
     });
   }
 };
+
+// Which keys of a warp's tile have a weight that is not 0 in any of its rows: for the lane's two keys of each
+// n8 block all bits or none of their 16-bit elements.  A key that a mask hides must not be read: 0 * NaN is
+// NaN.
+template <int kM, int kN>
+__device__ inline void find_weighted(const Accumulator<kM, kN>& weights, uint32_t (&bits)[kN]) {
+#pragma unroll
+  for (int n = 0; n < kN; ++n) {
+    bool low = false, high = false;
+#pragma unroll
+    for (int m = 0; m < kM; ++m) {
+      low |= weights.x[m][n][0] != 0 || weights.x[m][n][2] != 0;
+      high |= weights.x[m][n][1] != 0 || weights.x[m][n][3] != 0;
+    }
+    bits[n] = (low ? 0xFFFFu : 0u) | (high ? 0xFFFF0000u : 0u);
+#pragma unroll
+    for (int lanes = 4; lanes < 32; lanes *= 2) bits[n] |= __shfl_xor_sync(0xFFFFFFFFu, bits[n], lanes);
+  }
+}
 
 // What the weights of a row are multiplied by: 0 for a dropped one, 1 / (kept share) otherwise.  A lane asks
 // for two neighbouring columns at a time.

@@ -26,16 +26,18 @@ struct RowResult {
 };
 
 // Running reference and sum of the rows that a lane holds.  The reference is the largest score so far, or up
-// to `slack` (powers of two) less: weights stay under 2^slack, and most blocks need no rescaling.
-template <int m_blocks, int slack>
+// to kSlack (powers of two) less: weights stay under 2^kSlack, and most blocks need no rescaling.
+template <int m_blocks>
 struct OnlineSoftmax {
-  float reference[m_blocks][2], sum[m_blocks][2];  // reference in log2 units; sum of this lane's columns
+  static constexpr float kSlack = 8;
+  float peak[m_blocks][2], reference[m_blocks][2];  // in log2 units
+  float sum[m_blocks][2];                           // of this lane's columns
 
   __device__ void clear() {
 #pragma unroll
     for (int m = 0; m < m_blocks; ++m)
 #pragma unroll
-      for (int half = 0; half < 2; ++half) reference[m][half] = -INFINITY, sum[m][half] = 0;
+      for (int half = 0; half < 2; ++half) peak[m][half] = reference[m][half] = -INFINITY, sum[m][half] = 0;
   }
 
   // Scores become weights 2^(scale * score - reference).  Returns, for the whole warp, whether earlier sums
@@ -53,7 +55,8 @@ struct OnlineSoftmax {
           top = fmaxf(top, fmaxf(s.x[m][n][2 * half], s.x[m][n][2 * half + 1]));
         top = quad_max(top) * scale;
         const float before = reference[m][half];
-        const bool grows = top > before + slack;
+        peak[m][half] = fmaxf(peak[m][half], top);
+        const bool grows = top > before + kSlack;
         rescale[m][half] = grows ? ptx::ex2(before - top) : 1.f;
         reference[m][half] = grows ? top : before;
         grew |= grows;
@@ -73,11 +76,11 @@ struct OnlineSoftmax {
 
   // All lanes of a quad call it.  The sink (natural logarithm, -inf: none) joins the sum.
   __device__ RowResult finish(int m, int half, float sink) const {
-    const float total = quad_sum(sum[m][half]), peak = fmaxf(reference[m][half], sink * kLog2E);
-    const float base = peak == -INFINITY ? 0.f : peak, mine = ptx::ex2(reference[m][half] - base);
+    const float total = quad_sum(sum[m][half]), top = fmaxf(reference[m][half], sink * kLog2E);
+    const float base = top == -INFINITY ? 0.f : top, mine = ptx::ex2(reference[m][half] - base);
     const float all = total * mine + ptx::ex2(sink * kLog2E - base);
-    if (all == 0) return {0, -INFINITY, reference[m][half] * kLn2};
-    return {mine / all, base * kLn2 + logf(all), reference[m][half] * kLn2};
+    if (all == 0) return {0, -INFINITY, peak[m][half] * kLn2};
+    return {mine / all, base * kLn2 + logf(all), peak[m][half] * kLn2};
   }
 };
 

@@ -108,16 +108,20 @@ struct Accumulator {
         for (int e = 0; e < 4; ++e) x[m][n][e] = 0;
   }
 
-  // += A B over k in [0, depth), the warp's blocks starting at row m0 of A and column n0 of B.
-  template <class C, int depth, class A, class B>
-  __device__ void multiply(const A& a, int m0, const B& b, int n0) {
+  // += A B over k in [0, depth), the warp's blocks starting at row m0 of A and column n0 of B.  filter(b, k)
+  // may change what was read of rows k to k + 15 of B.
+  template <class C, int depth, class A, class B, class Filter>
+  __device__ void multiply(const A& a, int m0, const B& b, int n0, Filter filter) {
 #pragma unroll
     for (int k = 0; k < depth; k += 16) {
       uint32_t a_frag[kM][4], b_frag[kN / 2][4];
 #pragma unroll
       for (int m = 0; m < kM; ++m) a.load(a_frag[m], m0 + m * 16, k);
 #pragma unroll
-      for (int n = 0; n < kN; n += 2) b.load(b_frag[n / 2], k, n0 + n * 8);
+      for (int n = 0; n < kN; n += 2) {
+        b.load(b_frag[n / 2], k, n0 + n * 8);
+        filter(b_frag[n / 2], k);
+      }
 #pragma unroll
       for (int n = 0; n < kN; n += 2)
 #pragma unroll
@@ -126,6 +130,11 @@ struct Accumulator {
           multiply_add<C>(x[m][n + 1], a_frag[m], b_frag[n / 2][2], b_frag[n / 2][3]);
         }
     }
+  }
+
+  template <class C, int depth, class A, class B>
+  __device__ void multiply(const A& a, int m0, const B& b, int n0) {
+    multiply<C, depth>(a, m0, b, n0, [](uint32_t (&)[4], int) {});
   }
 };
 

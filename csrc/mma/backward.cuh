@@ -22,7 +22,7 @@ struct BackwardTiles {
   static constexpr int kStatisticsBytes = C::kRows * static_cast<int>(sizeof(float2));
   static constexpr int kStageBytes = Q::kBytes + DOut::kBytes + kStatisticsBytes;
   static constexpr int kKept = K::kBytes + V::kBytes + 2 * P::kBytes + C::kStages * kStageBytes;
-  static constexpr int kBytes = kKept + 64;
+  static constexpr int kBytes = kKept + (C::kGeneral ? 64 + C::kRowWarps * C::kKeys / 2 * 4 : 64);
 
   uint32_t base = ptx::shared_address(shared_memory);
   __device__ K k() const { return {base}; }
@@ -34,6 +34,10 @@ struct BackwardTiles {
   }
   __device__ Q q(int i) const { return {stage(i)}; }
   __device__ DOut dout(int i) const { return {stage(i) + Q::kBytes}; }
+  // Words of find_weighted: for each row of warps one for each pair of keys.
+  __device__ uint32_t* weighted(int row_warp) const {
+    return reinterpret_cast<uint32_t*>(shared_memory + kKept + 64) + row_warp * (C::kKeys / 2);
+  }
   __device__ uint32_t statistics(int i) const { return stage(i) + Q::kBytes + DOut::kBytes; }
 };
 
@@ -287,10 +291,17 @@ __global__ void __launch_bounds__(C::kWarps * 32, C::kMinBlocks)
                                           OperandBTransposed<typename Tiles::V>(tiles.v(), lane), key_warp);
     RowStatistics<Warps::kM> of_rows;
     of_rows.load(tiles.statistics(stage), row_warp, lane);
-    if constexpr (C::kGeneral) {
+    if (C::kGeneral && (modifies(p.score) || p.dropout.seed || p.dbias.data)) {
       const View of_head(p, batch, first_head + head);
       differentiate_general(p, {p, of_head, kept.visible, row + row_warp, key + key_warp, lane}, of_rows, s,
                             ds);
+      if (p.score.mask.data) {
+        uint32_t weighted[Warps::kN];
+        find_weighted(ds, weighted);
+#pragma unroll
+        for (int n = 0; n < Warps::kN; ++n)
+          if (lane < 4) tiles.weighted(warp % C::kRowWarps)[key_warp / 2 + n * 4 + lane] = weighted[n];
+      }
     } else {
       differentiate(static_cast<float>(p.score.scale) * kLog2E, of_rows, s, ds);
       if (row < whole.first || row + C::kRows > whole.last)
@@ -313,8 +324,22 @@ __global__ void __launch_bounds__(C::kWarps * 32, C::kMinBlocks)
     }
     Accumulator<Warps::kM, Warps::kQueryN> dq;
     dq.clear();
-    dq.template multiply<C, C::kKeys>(OperandA<typename Tiles::P>(tiles.ds(), lane), row_warp,
-                                      OperandB<typename Tiles::K>(tiles.k(), lane), query_column);
+    const OperandA<typename Tiles::P> ds_operand(tiles.ds(), lane);
+    const OperandB<typename Tiles::K> k_operand(tiles.k(), lane);
+    if (C::kGeneral && p.score.mask.data)
+      dq.template multiply<C, C::kKeys>(ds_operand, row_warp, k_operand, query_column,
+                                        [&](uint32_t (&b)[4], int k) {
+#pragma unroll
+                                          for (int i = 0; i < 4; ++i) {
+                                            uint32_t bits = 0;
+#pragma unroll
+                                            for (int w = 0; w < C::kRowWarps; ++w)
+                                              bits |= tiles.weighted(w)[k / 2 + i % 2 * 4 + lane % 4];
+                                            b[i] &= bits;
+                                          }
+                                        });
+    else
+      dq.template multiply<C, C::kKeys>(ds_operand, row_warp, k_operand, query_column);
     const Turn turn{kept.turns + head * workspace.row_tiles + row / C::kRows,
                     key / C::kKeys - kept.visible.first(row) / C::kKeys};
     if (p.deterministic) turn.wait();

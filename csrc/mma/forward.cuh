@@ -54,32 +54,31 @@ __device__ inline void drop_weights(const ForwardParams& p, const View& view, Ac
 
 // Weights as the left operand of the product with V: two n8 blocks of sums are one k16 block.
 template <class C, int kM, int kN>
-__device__ inline void pack_weights(uint32_t (&a)[4], const Accumulator<kM, kN>& weights, int m, int k) {
+struct WeightOperand {
+  const Accumulator<kM, kN>& weights;
+
+  __device__ void load(uint32_t (&a)[4], int row, int k) const {
+    const auto& x = weights.x[row / 16];
 #pragma unroll
-  for (int i = 0; i < 4; ++i)
-    a[i] = ptx::cvt_pack<C::kDType>(weights.x[m][2 * k + i / 2][i % 2 * 2],
-                                    weights.x[m][2 * k + i / 2][i % 2 * 2 + 1]);
-}
+    for (int i = 0; i < 4; ++i)
+      a[i] = ptx::cvt_pack<C::kDType>(x[k / 8 + i / 2][i % 2 * 2], x[k / 8 + i / 2][i % 2 * 2 + 1]);
+  }
+};
 
 // O += P V
 template <class C, int kM, int kN, int kNv, class V>
-__device__ inline void accumulate_values(Accumulator<kM, kNv>& out, const Accumulator<kM, kN>& weights,
-                                         const V& values) {
+__device__ inline void accumulate_values(const ForwardParams& p, Accumulator<kM, kNv>& out,
+                                         const Accumulator<kM, kN>& weights, const V& values) {
+  const WeightOperand<C, kM, kN> operand{weights};
+  if (C::kGeneral && p.score.mask.data) {
+    uint32_t weighted[kN];
+    find_weighted(weights, weighted);
+    out.template multiply<C, kN * 8>(operand, 0, values, 0, [&](uint32_t (&b)[4], int k) {
 #pragma unroll
-  for (int k = 0; k < kN / 2; ++k) {
-    uint32_t a_frag[kM][4];
-#pragma unroll
-    for (int m = 0; m < kM; ++m) pack_weights<C>(a_frag[m], weights, m, k);
-#pragma unroll
-    for (int n = 0; n < kNv; n += 2) {
-      uint32_t b_frag[4];
-      values.load(b_frag, k * 16, n * 8);
-#pragma unroll
-      for (int m = 0; m < kM; ++m) {
-        multiply_add<C>(out.x[m][n], a_frag[m], b_frag[0], b_frag[1]);
-        multiply_add<C>(out.x[m][n + 1], a_frag[m], b_frag[2], b_frag[3]);
-      }
-    }
+      for (int i = 0; i < 4; ++i) b[i] &= weighted[k / 8 + i % 2];
+    });
+  } else {
+    out.template multiply<C, kN * 8>(operand, 0, values, 0);
   }
 }
 
@@ -106,8 +105,7 @@ __device__ inline void store_output(const ForwardParams& p, const View& view, co
           out.x[m][n][e] = result.factor == 0 ? 0.f : out.x[m][n][e] * result.factor;
       if (lane % 4 == 0 && r < rows_left) {
         view.statistic(p.lse)[(row + r) * p.lse.row] = result.lse;
-        if (C::kGeneral && p.max_logit.data)
-          view.statistic(p.max_logit)[(row + r) * p.max_logit.row] = result.max_logit;
+        if (p.max_logit.data) view.statistic(p.max_logit)[(row + r) * p.max_logit.row] = result.max_logit;
       }
     }
   __syncthreads();  // every warp has read Q, and its copies have landed: O may take its place
@@ -148,10 +146,11 @@ __global__ void __launch_bounds__(C::kWarps * 32, C::kMinBlocks)
   };
 
   Accumulator<kM, kNv> out;
-  OnlineSoftmax<kM, C::kGeneral ? 0 : 8> softmax;
+  OnlineSoftmax<kM> softmax;
   out.clear();
   softmax.clear();
-  const float scale = C::kGeneral ? kLog2E : static_cast<float>(p.score.scale) * kLog2E;
+  const bool modified = C::kGeneral && modifies(p.score);
+  const float scale = modified ? kLog2E : static_cast<float>(p.score.scale) * kLog2E;
 
   if (blocks > 0) {
     CopyQ::load(tiles.q(), q_rows + row * p.q.row, p.q.row, p.head_dim, row, row, visible.len_q);
@@ -184,7 +183,7 @@ __global__ void __launch_bounds__(C::kWarps * 32, C::kMinBlocks)
     const bool edge =
         key < visible.first(last_row) || key + C::kKeys > visible.last(row) || row + C::kRows > visible.len_q;
     const ScoreTile scores{p, view, visible, row + warp_row, key, lane};
-    if (C::kGeneral)
+    if (C::kGeneral && modified)
       scores.logits(s, static_cast<decltype(&s)>(nullptr));
     else if (edge)
       scores.hide(-INFINITY, s);
@@ -201,7 +200,7 @@ __global__ void __launch_bounds__(C::kWarps * 32, C::kMinBlocks)
       wait_for_copies<C, 1>();
       __syncthreads();  // V has landed for all warps
     }
-    accumulate_values<C>(out, s, OperandB<typename Tiles::V>(tiles.v(stage), lane));
+    accumulate_values<C>(p, out, s, OperandB<typename Tiles::V>(tiles.v(stage), lane));
   }
   wait_for_copies<C, 0>();
   store_output<C>(p, view, tiles, out, softmax, row, warp, threadIdx.x % 32);

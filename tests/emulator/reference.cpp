@@ -12,7 +12,7 @@ struct Reference::Row {
   std::vector<int64_t> keys;  // that it sees; the other vectors go with them
   std::vector<double> logit, weight, factor, cap_slope;
   double lse;
-  double rounding, noise, tiny;  // u, e and half of the smallest subnormal
+  double rounding, noise, tiny;  // u, e and what may become 0
 };
 
 namespace {
@@ -51,6 +51,11 @@ double rounding_of(DType dtype) {
                                : 0x1p-53;
 }
 
+// float32 exponentials may flush subnormal results to 0.
+double tiny_of(DType dtype) {
+  return dtype == DType::f16 ? 0x1p-25 : dtype == DType::f64 ? 0x1p-1022 : 0x1p-126;
+}
+
 }  // namespace
 
 Reference::Reference(Problem& p, bool with_backward) {
@@ -75,14 +80,14 @@ Reference::Reference(Problem& p, bool with_backward) {
                 {}, {}, 0, 0,      0, 0};
         row.rounding = element_size(p.dtype) == 2 ? rounding_of(p.dtype) : 0;
         row.noise = p.dtype == DType::f64 ? 1e-13 : 1e-5;
-        row.tiny = p.dtype == DType::f16 ? 0x1p-25 : 0;
+        row.tiny = tiny_of(p.dtype);
         forward_row(p, row);
         if (with_backward && counts) backward_row(p, row);
       }
     }
   for (Expected* x : {&out, &dq, &dk, &dv})
     for (size_t i = 0; i < x->value.size(); ++i)
-      x->bound[i] += rounding_of(p.dtype) * std::fabs(x->value[i]) + (p.dtype == DType::f16 ? 0x1p-25 : 0);
+      x->bound[i] += rounding_of(p.dtype) * std::fabs(x->value[i]) + tiny_of(p.dtype);
 }
 
 void Reference::forward_row(const Problem& p, Row& row) {
@@ -167,7 +172,7 @@ void Reference::differentiate(const Problem& p, const Row& row, size_t n, const 
   add_scaled(weight, (row.rounding + row.noise) * weight + row.tiny, dout.data(), c.dim_v, &dv.value[v_index],
              &dv.bound[v_index]);
   double ds = row.weight[n] * (row.factor[n] * dp - delta);
-  double error = row.noise * row.weight[n] * (row.factor[n] * dp_size + delta_size);
+  double error = (row.noise * row.weight[n] + row.tiny) * (row.factor[n] * dp_size + delta_size);
   if (c.dbias) {
     const int64_t at = p.bias_index(row.batch, row.head, row.query, j);
     dbias[at] += ds;

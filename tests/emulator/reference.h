@@ -1,7 +1,7 @@
 // Attention by its definition, in double, with a bound of the error that a correct kernel may make.
 //
 // A kernel rounds the weights P, the gradients dS and its results to the 16-bit type, each with a relative
-// error of at most u (2^-8 for bfloat16, 2^-11 for float16, which has subnormals at 2^-24 too), and computes
+// error of at most u (2^-8 for bfloat16, 2^-11 for float16, whose subnormals are 2^-24 apart), and computes
 // everything else in float32; kernels of float32 and float64 round nothing on the way.  So, with e the error
 // of float32 sums and exponentials,
 //   |O error|  <= (u + e) sum_j P_j |V_j| + u |O|

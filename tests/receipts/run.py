@@ -1,0 +1,219 @@
+"""Runs everything that needs a GPU and records it in tests/receipts/<card>.json.
+
+    python tests/receipts/run.py
+    python tests/receipts/run.py --parts build suite --families sm80 --files test_cuda.py --limit 500
+    python tests/receipts/run.py --not-run REASON --card "NVIDIA H200"
+
+Parts of one receipt may come from several runs, as long as the device sources stay the same.  What was under
+way when the limit was reached or SIGTERM came is recorded as unfinished.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import hashlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter, defaultdict
+from pathlib import Path
+
+ROOT = Path(__file__).absolute().parents[2]
+FOLDER = ROOT / "tests/receipts"
+LEDGER = FOLDER / "sanitizers.json"
+SCRATCH = ROOT / "build/receipt"
+sys.path.insert(0, str(ROOT / "flashattn"))
+import _build  # noqa: E402  (by path: the package may not be compiled yet)
+
+SOURCES = ("common", "mma", "any", "families", "params.h", "instance.h")  # of csrc/, and the units of the rows
+SUITE = ("test_forward.py", "test_backward.py", "test_pairs.py", "test_regressions.py", "test_properties.py",
+         "test_errors.py", "test_torch.py", "test_cuda.py")
+TOOLS = ("memcheck", "synccheck", "initcheck", "racecheck")
+PARTS = ("build", "suite", *TOOLS)
+FAULT = re.compile(  # what a sanitizer found, and the next line, which may name the kernel
+    r"=+ +((?:Invalid|Misaligned|Uninitialized|Error:|Warning:|Barrier error).*)\n=+ +(.*)")
+
+
+def rows() -> list:
+    """The CUDA rows of the table."""
+    table = _build.instances()
+    return [row for row in table.ROWS if row.module in table.CUDA_MODULES]
+
+
+def digest() -> str:
+    """Hash of what the CUDA kernels are compiled from."""
+    text = hashlib.sha256(repr(_build.NVCC_FLAGS).encode())
+    for name in SOURCES:
+        path = _build.csrc() / name
+        for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
+            if file.is_file():
+                text.update(file.relative_to(_build.csrc()).as_posix().encode() + file.read_bytes())
+    for row in rows():
+        text.update(row.unit().encode())
+    return text.hexdigest()
+
+
+def unverified(receipt: dict) -> list[str]:
+    """Rows of the table that the receipt does not show to be right."""
+    return [row.name for row in rows() if receipt.get("rows", {}).get(row.name) != "passed"]
+
+
+def path_of(card: str) -> Path:
+    return FOLDER / (re.sub(r"\W+", "_", card.removeprefix("NVIDIA ")).lower() + ".json")
+
+
+def start(card: str) -> dict:
+    """The card's receipt of these sources, as far as there is one."""
+    if path_of(card).exists():
+        receipt = json.loads(path_of(card).read_text())
+        if receipt["sources"] == digest() and "not run" not in receipt:
+            return receipt
+    return {"card": card, "sources": digest(), "suite": {}, "rows": {}, "failures": [], "sanitizers": {}}
+
+
+def environment() -> dict:
+    """What the run depends on besides the sources."""
+    import torch
+
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"]
+    driver = subprocess.run(query, capture_output=True, text=True).stdout.strip()
+    nvcc = subprocess.run([f"{_build.cuda_home()}/bin/nvcc", "--version"], capture_output=True, text=True).stdout
+    major, minor = torch.cuda.get_device_capability(0)
+    return {"capability": f"{major}.{minor}", "driver": driver, "torch": torch.__version__,
+            "nvcc": re.search(r"release [\d.]+, V([\d.]+)", nvcc)[1], "python": sys.version.split()[0],
+            "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"),
+            "archs": ";".join(dict.fromkeys((f"{major}.{minor}", "7.5+PTX" if major > 7 else "7.5")))}
+
+
+class Run:
+    """One run of this program: how much time it has left, and where its children write."""
+
+    def __init__(self, receipt: dict, limit: float) -> None:
+        self.receipt, self.end = receipt, time.monotonic() + limit
+        SCRATCH.mkdir(parents=True, exist_ok=True)
+
+    def execute(self, command: list[str], **variables: str) -> int | None:
+        """Exit status; None if the time was over before."""
+        print("==", *command, flush=True)
+        child = subprocess.Popen(command, cwd=ROOT, start_new_session=True,
+                                 env=os.environ | {"PYTHONPATH": str(ROOT)} | variables)
+        try:
+            return child.wait(max(0.0, self.end - time.monotonic()))
+        except (subprocess.TimeoutExpired, KeyboardInterrupt):
+            self.end = 0
+            os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
+            return None
+
+    def pytest(self, *arguments: str, before: tuple[str, ...] = (), **variables: str) -> tuple[bool, list[dict]]:
+        """Whether it came to its end, and the results of the tests."""
+        results = SCRATCH / "results.jsonl"
+        results.unlink(missing_ok=True)
+        status = self.execute([*before, sys.executable, "-m", "pytest", "-q", "--device", "cuda", "--results",
+                               str(results), "-p", "no:cacheprovider", *arguments], **variables)
+        lines = results.read_text().splitlines() if results.exists() else []
+        return status is not None and status not in (2, 3, 4), [json.loads(line) for line in lines]
+
+    def part(self, name: str, families: list[str], files: list[str], workers: int) -> None:
+        if name == "build":
+            self.build()
+        elif name == "suite":
+            for family in families:
+                if time.monotonic() < self.end:
+                    self.suite(family, files, workers)
+        else:
+            self.sanitizer(name)
+
+    def build(self) -> None:
+        begin = time.monotonic()
+        status = self.execute([sys.executable, "setup.py", "build_ext", "--inplace"], FLASHATTN_CUDA="on",
+                              FLASHATTN_ARCHS=self.receipt["archs"])
+        if status != 0:
+            raise SystemExit("the build failed, or was not done within the limit")
+        self.receipt["build seconds"] = round(time.monotonic() - begin)
+
+    def suite(self, family: str, files: list[str], workers: int) -> None:
+        """The tests on the kernels of one family."""
+        finished, results = self.pytest("-n", str(workers), "--dist", "loadgroup", "--family", family,
+                                        *(f"tests/{file}" for file in files))
+        outcomes = defaultdict(Counter)
+        for result in results:
+            file = Path(result["test"].partition("::")[0]).name
+            outcomes[file][result["outcome"]] += 1
+            outcomes[file]["seconds"] += result["seconds"]
+        of_family = self.receipt["suite"].setdefault(family, {})
+        of_family |= {file: {"finished": finished} | {
+            key: round(outcomes[file][key]) for key in ("passed", "failed", "skipped", "seconds")} for file in files}
+        again = tuple(f"{family} tests/{file}::" for file in files)
+        self.receipt["failures"] = sorted({
+            *(failure for failure in self.receipt["failures"] if not failure.startswith(again)),
+            *(f"{family} {result['test']}" for result in results if result["outcome"] == "failed")})
+        if "test_cuda.py" in files:
+            self.receipt["rows"] |= outcomes_of_rows(results, family)
+
+    def sanitizer(self, tool: str) -> None:
+        """compute-sanitizer over every row of the table."""
+        log = SCRATCH / f"{tool}.log"
+        command = ["compute-sanitizer", "--tool", tool, "--log-file", str(log), "--report-api-errors", "no"]
+        if tool != "initcheck":  # which must see who writes what our kernels read
+            command += ["--kernel-name", "kns=flashattn"]
+        begin = time.monotonic()
+        log.unlink(missing_ok=True)
+        finished, results = self.pytest("tests/test_cuda.py::test_row", before=tuple(command),
+                                        PYTORCH_NO_CUDA_MEMORY_CACHING="1")
+        text = log.read_text(errors="replace") if log.exists() else ""
+        ledger = json.loads(LEDGER.read_text())[tool]
+        faults = [" ".join(match.groups()) for match in FAULT.finditer(text)]
+        unexplained = [fault for fault in faults if not any(re.search(line["fault"], fault) for line in ledger)]
+        counts = Counter(result["outcome"] for result in results)
+        self.receipt["sanitizers"][tool] = {
+            "finished": finished and "SUMMARY" in text, "passed": counts["passed"], "failed": counts["failed"],
+            "skipped": counts["skipped"], "faults": dict(Counter(unexplained).most_common(20)),
+            "explained": len(faults) - len(unexplained), "seconds": round(time.monotonic() - begin)}
+
+
+def outcomes_of_rows(results: list[dict], family: str) -> dict[str, str]:
+    """passed or failed for each row of the family that a test launched."""
+    found: dict[str, str] = {}
+    for result in results:
+        test = re.search(rf"::test_row\[(\w+_{family}_\w+)-", result["test"])
+        if test and result["outcome"] != "skipped" and found.get(test[1]) != "failed":
+            found[test[1]] = result["outcome"]
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--families", nargs="+", default=["sm80", "sm75"], help="of the suite")
+    parser.add_argument("--files", nargs="+", choices=SUITE, default=SUITE, help="of the suite")
+    parser.add_argument("--workers", type=int, default=8)
+    parser.add_argument("--limit", type=float, default=7200, help="seconds for everything")
+    parser.add_argument("--not-run", metavar="REASON", help="no card could be had for these sources")
+    parser.add_argument("--card", help="with --not-run: its name")
+    arguments = parser.parse_args()
+    if arguments.not_run:
+        receipt = {"card": arguments.card, "sources": digest(), "not run": arguments.not_run,
+                   "unverified": unverified({})}
+    else:
+        import torch
+
+        receipt = start(torch.cuda.get_device_name(0)) | environment()
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        run = Run(receipt, arguments.limit)
+        for part in arguments.parts:
+            if time.monotonic() < run.end:
+                run.part(part, arguments.families, list(arguments.files), arguments.workers)
+        receipt["unverified"] = unverified(receipt)
+    text = json.dumps(receipt, indent=1) + "\n"
+    path_of(receipt["card"]).write_text(text)
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,428 @@
+"""What only a GPU can show: every row of the table, streams, graphs, equal bits on every run, huge tensors.
+
+Where results are compared to the bit, the backward is the deterministic one.
+"""
+
+import functools
+import math
+
+import pytest
+import torch
+
+import flashattn
+from cases import NAN, OPTIONS, bias, dense, eye, ints, offsets, packed
+from compare import assert_identical, check_backward, check_forward
+from flashattn import _build, _load, reference
+
+NO_CARD = ("no CUDA device" if not torch.cuda.is_available() else
+           "" if _load.extension().build_info()["cuda"] else "this build has no CUDA kernels")
+pytestmark = pytest.mark.skipif(bool(NO_CARD), reason=NO_CARD)
+large = pytest.mark.xdist_group("large")  # these take much of the card's memory, so one runs at a time
+
+TABLE = _build.instances()
+ROWS = [row for module in TABLE.CUDA_MODULES for row in TABLE.rows(module, "")]
+HALF = (torch.bfloat16, torch.float16)
+PLAIN_DIMS = [(64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)]
+RESULTS = ("out", "lse", "dq", "dk", "dv", "dbias")
+
+
+@pytest.fixture
+def device(device):
+    return device if device.type == "cuda" else torch.device("cuda")
+
+
+def train(q, k, v, dout, **options):
+    """out, lse, dq, dk, dv[, dbias][, dsink] without autograd."""
+    options = {"deterministic": True} | options
+    out, lse = flashattn.forward(q, k, v, **options, return_lse=True)
+    return out, lse, *flashattn.backward(dout, q, k, v, out, lse, **options)
+
+
+def same(results, wanted):
+    for ours, clean, name in zip(results, wanted, RESULTS, strict=False):
+        assert_identical(ours, clean, name)
+
+
+def half(device, **shape):
+    """q, k, v, dout in a dtype of the tensor cores."""
+    sm75 = torch.cuda.get_device_capability(device) < (8, 0) or _load.extension().forced_family() == "sm75"
+    q, k, v = dense(device, torch.float16 if sm75 else torch.bfloat16, **shape)
+    return q, k, v, torch.randn((*q.shape[:3], v.shape[3]), dtype=q.dtype, device=device)
+
+
+# ---- every row ----
+
+def needs(row, device) -> str:
+    """What this card or build lacks to run the row; empty: nothing."""
+    capability, _, shared_bytes = _load.extension().cuda_device(device.index or 0)
+    return dict(_load.extension().candidates(
+        row.op, "cuda", row.dtypes[0], getattr(row, "head_dim", 64), getattr(row, "head_dim_v", 64), True,
+        capability, shared_bytes)).get(row.name, "this build does not have it")
+
+
+@pytest.mark.parametrize("name", ["causal window", "all"])
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+def test_row(device, row, name):
+    """Each row of the table, forced, with what it serves."""
+    if lacks := needs(row, device):
+        pytest.skip(lacks)
+    if name == "all" and not getattr(row, "general", True):
+        pytest.skip("serves plain calls")
+    dims = (row.head_dim, row.head_dim_v) if hasattr(row, "head_dim") else (40, 72)
+    q, k, v = dense(device, getattr(torch, row.dtypes[0]), len_q=70, len_k=150, dims=dims)
+    options = OPTIONS[name](q, 150)
+    if row.op == "backward":
+        check_backward(q, k, v, **options, served_by=row.name)
+    else:
+        with flashattn.force_family(row.name):
+            check_forward(q, k, v, **options)
+
+
+@pytest.mark.parametrize("name", [name for name in OPTIONS if "dropout" not in name and name != "all"])
+def test_tensor_cores_agree_with_plain_kernels_and_the_cpu(device, name):
+    q, k, v, dout = half(device, len_q=70, len_k=150)
+    options = OPTIONS[name](q, 150)
+    results = train(q, k, v, dout, **options)
+    wide = {n: o.float() if isinstance(o, torch.Tensor) and o.is_floating_point() else o
+            for n, o in options.items()}
+    plain = train(*(t.float() for t in (q, k, v, dout)), **wide)
+    on_cpu = train(*(t.float().cpu() for t in (q, k, v, dout)), **{
+        n: o.cpu() if isinstance(o, torch.Tensor) else o for n, o in wide.items()})
+    for ours, simt, cpu, name in zip(results, plain, on_cpu, RESULTS, strict=False):
+        assert ours.isinf().equal(simt.isinf()) and simt.isinf().cpu().equal(cpu.isinf())
+        unit = 2e-5 if name == "lse" else 8 * torch.finfo(ours.dtype).eps
+        ours, simt, cpu = (t.float().cpu().nan_to_num(0, 0, 0) for t in (ours, simt, cpu))
+        assert (simt - cpu).abs().max() < 2e-5 * (1 + cpu.abs().max()), name
+        assert (ours - cpu).abs().max() < unit * (1 + cpu.abs().max()), name
+
+
+@pytest.mark.parametrize("dtype", [*HALF, torch.float32, torch.float64], ids=str)
+def test_the_dropout_mask_is_that_of_the_cpu(device, dtype):
+    """V = identity shows which weights are left, dout = identity which ones the backward uses."""
+    q, k, _ = (t / 4 for t in dense(device, dtype, len_q=64, len_k=64, heads=(4, 4)))
+    v = eye(device, 2, 64, 4, dtype)
+    options = {"dropout_p": 0.3, "seed": 0x1234_5678_9ABC_DEF0}
+    out, _, _, _, dv = train(q, k, v, v, **options)
+    wanted, _, _, _, wanted_dv = train(q.cpu(), k.cpu(), v.cpu(), v.cpu(), **options)
+    assert (out != 0).cpu().equal(wanted != 0) and (dv != 0).cpu().equal(wanted_dv != 0)
+    assert 0.6 < (out != 0).double().mean() < 0.8
+
+
+# ---- head dims, heads, layouts on tensor cores ----
+
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize("dims", [*((d, d) for d in (
+    1, 8, 16, 24, 32, 40, 48, 56, 63, 64, 72, 80, 88, 96, 104, 112, 120, 128, 136, 160, 192, 224, 256, 512)),
+    (192, 128), (64, 512), (576, 512), (128, 64), (8, 256)], ids=str)
+def test_head_dims(device, dtype, dims):
+    q, k, v = dense(device, dtype, len_q=70, len_k=90, dims=dims)
+    check_backward(q, k, v, causal=True)
+
+
+@pytest.mark.parametrize("options", [{}, {"softcap": 2.0}], ids=str)
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 71])
+def test_query_heads_share_kv_heads(device, group, options):
+    q, k, v, _ = half(device, batch=1, len_q=33, len_k=140, heads=(2 * group, 2))
+    check_backward(q, k, v, causal=True, **options)
+
+
+def odd_base(t):
+    return torch.cat([t.new_full((1,), NAN), t.flatten()])[1:].view(t.shape)
+
+
+def odd_rows(t):
+    wide = t.new_full((*t.shape[:-1], t.shape[-1] + 3), NAN)
+    return wide[..., :t.shape[-1]].copy_(t)
+
+
+@pytest.mark.parametrize("layout", [odd_base, odd_rows, lambda t: t[:, :, :1].expand(t.shape)],
+                         ids=["odd base", "odd strides", "stride 0"])
+@pytest.mark.parametrize("which", ["q", "k", "v", "out", "dout"])
+def test_layouts_of_one_tensor(device, which, layout):
+    q, k, v, dout = half(device, len_q=70, len_k=150)
+    tensors = {"q": q, "k": k, "v": v, "out": torch.zeros_like(q), "dout": dout}
+    viewed = layout(tensors[which])
+    if which == "out" and 0 in viewed.stride():
+        pytest.skip("a result needs a place for each element")
+
+    def run(q, k, v, out, dout):
+        options = {"causal": True, "softcap": 1e4}                       # not plain, whatever the layout
+        _, lse = flashattn.forward(q, k, v, **options, out=out, return_lse=True)
+        grads = flashattn.backward(dout, q, k, v, out, lse, **options, deterministic=True)
+        return out.clone(), lse, *grads
+
+    same(run(**tensors | {which: viewed}),
+         run(**tensors | {which: viewed.clone(memory_format=torch.contiguous_format)}))
+
+
+# ---- memory ----
+
+@pytest.mark.parametrize("dims", PLAIN_DIMS, ids=str)
+def test_nothing_around_the_tensors_is_read_or_written(device, dims):
+    """All tensors lie, aligned, inside larger ones of NaN; only out changes."""
+    def banded(t):
+        band = t.new_full([n + 2 for n in t.shape[:3]] + [t.shape[3] + 16], NAN)
+        return band, band[1:-1, 1:-1, 1:-1, 8:-8].copy_(t)
+
+    q, k, v, dout = half(device, len_q=67, len_k=131, dims=dims)
+    wanted = train(q, k, v, dout, causal=True)
+    bands, inside = zip(*(banded(t) for t in (q, k, v, dout, torch.zeros_like(dout))))
+    before = [band.clone() for band in bands]
+    flashattn.forward(*inside[:3], causal=True, out=inside[4])
+    same(train(*inside[:4], causal=True), wanted)
+    assert_identical(inside[4], wanted[0], "out=")
+    inside[4].zero_()
+    for band, clean in zip(bands, before):
+        assert_identical(band, clean, "band")
+
+
+def recycle(device, value):
+    """Leaves memory of this value, in large and small blocks, for what torch's allocator hands out next."""
+    torch.cuda.empty_cache()
+    blocks = [torch.full((n,), value, device=device) for n in [1 << 26] * 2 + [1 << 16] * 64]
+    del blocks
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (40, 72), (128, 128), (256, 256), (300, 300)], ids=str)
+@pytest.mark.parametrize("name", ["causal", "all"])
+def test_recycled_memory_and_gaps_change_no_bit(device, dims, name):
+    """Rows of no sequence, rows that do not count and new memory hold 0, then NaN."""
+    lens_q, lens_k = (5, 130, 0, 70), (150, 64, 40, 0)
+    q, k, v, dout = half(device, batch=1, len_q=250, len_k=300, dims=dims)
+    layout = {"cu_seqlens_q": offsets(device, lens_q, 7), "cu_seqlens_k": offsets(device, lens_k, 9),
+              "max_seqlen_q": 130, "max_seqlen_k": 150, "seqused_q": ints(device, 4, 129, 0, 70),
+              "seqused_k": ints(device, 131, 64, 3, 0)}
+    options = {"causal": {"causal": True}, "all": {
+        "softcap": 3.0, "alibi_slopes": torch.rand(4, device=device), "dropout_p": 0.2, "seed": 3,
+        "bias": torch.randn(1, 4, 130, 150, dtype=q.dtype, device=device),
+        "mask": torch.rand(4, 1, 130, 150, device=device) < 0.8}}[name]
+
+    def filled(t, side, value):
+        """t with this value in the rows that nobody reads."""
+        result = torch.full_like(t, value)
+        for start, n in zip(layout[f"cu_seqlens_{side}"].tolist(), layout[f"seqused_{side}"].tolist()):
+            result[start:start + n] = t[start:start + n]
+        return result
+
+    def run(value):
+        tensors = [filled(t[0], side, value) for t, side in zip((q, k, v, dout), "qkkq")]
+        recycle(device, value)
+        return train(*tensors, **layout, **options)
+
+    results = run(0.0)
+    assert not any(t.isnan().any() for t in results)
+    same(run(NAN), results)
+
+
+# ---- streams, devices, graphs ----
+
+@pytest.mark.parametrize("options", [{"causal": True}, {"softcap": 2.0}], ids=str)
+def test_work_goes_to_the_current_stream(device, options):
+    """The inputs become right late, in a side stream."""
+    right = half(device, len_q=300, len_k=300)
+    wanted = train(*right, **options)
+    late = [torch.full_like(t, NAN) for t in right]
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(200_000_000)  # cycles, 0.1 s
+        for t, value in zip(late, right):
+            t.copy_(value)
+        leaves = [t.detach().requires_grad_() for t in late[:3]]
+        out, lse = flashattn.forward(*leaves, **options, deterministic=True, return_lse=True)
+        grads = torch.autograd.grad(out, leaves, late[3])
+    torch.cuda.current_stream(device).wait_stream(stream)
+    same([out, lse, *grads], wanted)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one CUDA device")
+def test_another_device_than_the_current_one():
+    tensors = half(torch.device("cuda:0"), len_q=70, len_k=90)
+    wanted = train(*tensors, causal=True)
+    there = [t.to("cuda:1") for t in tensors]
+    torch.cuda.synchronize(1)
+    before = torch.cuda.memory_allocated(0)
+    leaves = [t.requires_grad_() for t in there[:3]]
+    out, lse = flashattn.forward(*leaves, causal=True, deterministic=True, return_lse=True)
+    results = [out, lse, *torch.autograd.grad(out, leaves, there[3])]
+    assert torch.cuda.memory_allocated(0) == before and all(t.device.index == 1 for t in results)
+    same([t.to("cuda:0") for t in results], wanted)
+    with pytest.raises(ValueError, match="cuda:1"):
+        flashattn.forward(tensors[0], there[1].detach(), there[2].detach())
+
+
+@pytest.mark.parametrize("kind", ["plain", "general"])
+def test_graph_with_other_contents(device, kind):
+    """Lengths, mask and seed change between replays.  Capture in this mode refuses every synchronisation and
+    every allocation that is not torch's."""
+    lens = [((30, 70, 28), (90, 20, 40)), ((0, 64, 64), (64, 0, 86)), ((1, 1, 126), (150, 0, 0))]
+    q, k, v, dout = (t[0] for t in half(device, batch=1, len_q=128, len_k=150))
+    layout = {"cu_seqlens_q": offsets(device, lens[0][0]), "cu_seqlens_k": offsets(device, lens[0][1])}
+    options = {"max_seqlen_q": 128, "max_seqlen_k": 150, "causal": True}
+    contents = {}
+    if kind == "general":
+        contents = {"mask": torch.rand(3, 1, 128, 150, device=device) < 0.8,
+                    "seed": torch.tensor([5], device=device)}
+        options["dropout_p"] = 0.2
+    call = functools.partial(train, q, k, v, dout, **layout, **options, **contents)
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        call()
+    torch.cuda.current_stream(device).wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="global"):
+        results = call()
+    for number, (lens_q, lens_k) in enumerate(lens):
+        layout["cu_seqlens_q"].copy_(offsets(device, lens_q))
+        layout["cu_seqlens_k"].copy_(offsets(device, lens_k))
+        if contents:
+            contents["mask"].copy_(torch.rand_like(contents["mask"], dtype=torch.float32) < 0.7)
+            contents["seed"].fill_(number)
+        q.normal_()
+        graph.replay()
+        same(results, call())
+
+
+def test_graph_draws_a_new_seed_in_every_replay(device):
+    q, k, v, _ = half(device)
+    flashattn.forward(q, k, v, dropout_p=0.5)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = flashattn.forward(q, k, v, dropout_p=0.5)
+    replays = []
+    for _ in range(3):
+        graph.replay()
+        replays.append(out.clone())
+    assert not replays[0].equal(replays[1]) and not replays[1].equal(replays[2])
+
+
+def test_no_call_waits_for_the_device(device):
+    q, k, v, dout = half(device, len_q=128, len_k=128)
+    packing = {"cu_seqlens_q": offsets(device, (100, 156)), "cu_seqlens_k": offsets(device, (56, 200)),
+               "max_seqlen_q": 156, "max_seqlen_k": 200, "seqused_k": ints(device, 50, 199)}
+    calls = [({}, (q, k, v, dout)), (packing, [t.flatten(0, 1) for t in (q, k, v, dout)])]
+    calls += [(OPTIONS[name](q, 128), (q, k, v, dout)) for name in OPTIONS]
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for options, tensors in calls:
+            train(*tensors, **options)
+            leaves = [t.detach().requires_grad_() for t in tensors[:3]]
+            out = flashattn.forward(*leaves, **options, return_max_logit=True)[0]
+            torch.autograd.grad(out, leaves, tensors[3])
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
+# ---- the same bits on every run ----
+
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (40, 72)], ids=str)
+def test_the_forward_repeats_its_bits(device, dims):
+    q, k, v, _ = half(device, len_q=700, len_k=900, dims=dims)
+    call = functools.partial(flashattn.forward, q, k, v, causal=True, return_lse=True, return_max_logit=True)
+    first = call()
+    for _ in range(100):
+        for ours, clean in zip(call(), first):
+            assert ours.equal(clean)
+
+
+@pytest.mark.parametrize("kind", ["causal", "packed", "bias of all", "float32"])
+def test_the_deterministic_backward_repeats_its_bits(device, kind):
+    """While another stream keeps the processors busy, so that blocks run in another order each time."""
+    q, k, v, dout = half(device, len_q=2048, len_k=2048, heads=(8, 2))
+    options = {"causal": True}
+    if kind == "packed":
+        q, k, v, dout = (t.flatten(0, 1) for t in (q, k, v, dout))
+        lengths = (1000, 1, 0, 2000, 1095)
+        options |= {"cu_seqlens_q": offsets(device, lengths), "cu_seqlens_k": offsets(device, lengths[::-1]),
+                    "max_seqlen_q": 2000, "max_seqlen_k": 2000}
+    elif kind == "bias of all":
+        options["bias"] = bias(q, 2048, batch=1, heads=1)
+    elif kind == "float32":
+        q, k, v, dout = (t[:, :500].float() for t in (q, k, v, dout))
+    first = train(q, k, v, dout, **options)
+    stream, matrix = torch.cuda.Stream(device), torch.randn(2048, 2048, device=device)
+    for _ in range(30):
+        with torch.cuda.stream(stream):
+            matrix @ matrix
+        for ours, clean, name in zip(train(q, k, v, dout, **options), first, RESULTS):
+            assert ours.equal(clean), name
+
+
+# ---- sizes where an index or a grid ends ----
+
+@large
+def test_more_than_two_to_the_31_elements(device):
+    """First and last batch of q, k, v, dout equal, to the bit, calls of one batch."""
+    q, k, v, dout = half(device, batch=2**31 // (64 * 8 * 64) + 1, len_q=64, len_k=64, heads=(8, 8))
+    assert min(t.numel() for t in (q, k, v, dout)) > 2**31
+    results = train(q, k, v, dout, causal=True)
+    for b in (0, len(q) - 1):
+        one = train(*(t[b:b + 1] for t in (q, k, v, dout)), causal=True)
+        same([t[b:b + 1] for t in results], one)
+
+
+@large
+@pytest.mark.parametrize("batch, heads, length", [
+    (65535, (2, 1), 3), (65536, (2, 1), 3), (70000, (8, 8), 4), (1, (65536, 65536), 10), (2, (65536, 1), 2),
+    (300, (300, 100), 2)])
+@pytest.mark.parametrize("options", [{"causal": True}, {"softcap": 2.0}], ids=str)
+def test_many_sequences_and_heads(device, batch, heads, length, options):
+    tensors = half(device, batch=batch, len_q=length, len_k=length, heads=heads)
+    results = train(*tensors, **options)
+    assert results[1].isfinite().all()
+    for b in (0, batch // 2, batch - 1):
+        same([t[b:b + 1] for t in results], train(*(t[b:b + 1] for t in tensors), **options))
+    ratio = heads[0] // heads[1]
+    for head in (0, heads[1] // 2, heads[1] - 1):
+        of_q, of_k = slice(head * ratio, (head + 1) * ratio), slice(head, head + 1)
+        picks = (of_q, of_k, of_k, of_q)
+        one = train(*(t[:, :, pick].contiguous() for t, pick in zip(tensors, picks)), **options)
+        same([results[0][:, :, of_q], results[1][:, of_q],
+              *(t[:, :, pick] for t, pick in zip(results[2:], picks))], one)
+
+
+@large
+def test_many_packed_sequences(device):
+    lengths = [1 + b % 3 for b in range(70_000)]
+    q, k, v, layout = packed(device, lengths, lengths[::-1], half(device)[0].dtype, heads=(2, 1))
+    dout = torch.randn_like(q)
+    results = train(q, k, v, dout, **layout, causal=True)
+    for b in (0, 35_000, 69_999):
+        rows, keys = (slice(*layout[name][b:b + 2].tolist()) for name in ("cu_seqlens_q", "cu_seqlens_k"))
+        out, lse, *grads = train(*(t[None] for t in (q[rows], k[keys], v[keys], dout[rows])), causal=True)
+        same([results[0][rows], results[1][:, rows]], [out[0], lse[0]])
+        for ours, one, at in zip(results[2:], grads, (rows, keys, keys)):
+            assert_identical(ours[at], one[0], "gradient")
+
+
+@large
+@pytest.mark.parametrize("len_q", [64 * 65535 + 1, 128 * 65535 + 1])
+@pytest.mark.parametrize("dims", [(64, 64), (8, 3)], ids=str)
+def test_many_rows(device, len_q, dims):
+    """Rows are independent of each other; only three of them give gradients to k and v."""
+    q, k, v, dout = half(device, batch=1, len_q=len_q, len_k=16, heads=(1, 1), dims=dims)
+    some = [0, len_q // 2, len_q - 1]
+    kept = dout[:, some]
+    dout.zero_()[:, some] = kept
+    out, lse, dq, dk, dv = train(q, k, v, dout)
+    one = train(q[:, some], k, v, kept)
+    same([out[:, some], lse[..., some], dq[:, some]], one)
+    assert lse.isfinite().all() and (dq != 0).any(-1).sum() == 3
+    oracle = reference.backward(kept, q[:, some], k, v)
+    for ours, wanted in zip((dk, dv), oracle[1:]):
+        assert (ours - wanted).abs().max() < 4 * torch.finfo(q.dtype).eps * wanted.abs().max()
+
+
+@large
+def test_many_keys(device):
+    """q = 0 and 2^22 + 2^10 keys of value 0 or 1: the share of ones, and the logarithm of the number."""
+    len_k = 2**22 + 2**10
+    q, k, _, dout = half(device, batch=1, len_q=1, len_k=len_k, heads=(1, 1))
+    v = (torch.arange(len_k, device=device) % 4 == 0).to(q.dtype).view(1, len_k, 1, 1).repeat(1, 1, 1, 64)
+    out, lse, dq, _, dv = train(torch.zeros_like(q), k, v, torch.ones_like(dout))
+    assert (out - 0.25).abs().max() < 1e-3 and abs(lse.item() - math.log(len_k)) < 1e-4
+    assert dq.isfinite().all()
+    if dv.dtype == torch.bfloat16:  # 2^-22 is hardly a float16
+        assert (dv * len_k - 1).abs().max() < 0.02

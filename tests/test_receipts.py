@@ -1,0 +1,88 @@
+"""Runs on GPUs are recorded in tests/receipts; here, without one: they are of these sources, and they are good."""
+
+import json
+import warnings
+from pathlib import Path
+
+import pytest
+
+from receipts import run
+
+RECEIPTS = sorted(path for path in run.FOLDER.glob("*.json") if path != run.LEDGER)
+MEND = "on the card, run: python tests/receipts/run.py; without it: python tests/receipts/run.py --not-run REASON"
+
+
+@pytest.fixture(params=RECEIPTS, ids=lambda path: path.stem)
+def receipt(request):
+    return json.loads(request.param.read_text()) | {"path": request.param}
+
+
+def test_the_sources_are_those_that_ran(receipt):
+    rows = [row.name for row in run.rows()]
+    assert receipt["sources"] == run.digest(), (
+        f"the CUDA kernels changed since {receipt['card']} ran them, so these rows are unverified: "
+        f"{', '.join(rows)}; {MEND}")
+    assert receipt["unverified"] == run.unverified(receipt)
+    if receipt["unverified"]:
+        reason = receipt.get("not run", "some parts have not run")
+        warnings.warn(f"{receipt['card']}: {reason}; unverified: {', '.join(receipt['unverified'])}", stacklevel=1)
+
+
+def test_what_ran_was_good(receipt):
+    assert receipt["path"] == run.path_of(receipt["card"])
+    if "not run" in receipt:
+        assert receipt.keys() == {"card", "sources", "not run", "unverified", "path"} and receipt["not run"]
+        return
+    for key in ("capability", "driver", "torch", "nvcc", "python", "date", "archs"):
+        assert isinstance(receipt[key], str) and receipt[key], key
+    assert receipt["failures"] == []
+    assert set(receipt["rows"].values()) <= {"passed"}
+    for family, files in receipt["suite"].items():
+        assert files.keys() <= set(run.SUITE)
+        for file, counts in files.items():
+            assert counts["finished"] and counts["passed"] and not counts["failed"], f"{family} {file}"
+    assert receipt["sanitizers"].keys() <= set(run.TOOLS)
+    for tool, found in receipt["sanitizers"].items():
+        assert found["finished"] and found["passed"] and not found["failed"] and not found["faults"], tool
+
+
+def test_explained_faults_have_a_reason():
+    ledger = json.loads(run.LEDGER.read_text())
+    assert ledger.keys() == set(run.TOOLS)
+    assert all(line["fault"] and line["reason"] for lines in ledger.values() for line in lines)
+
+
+def test_a_change_of_a_kernel_changes_the_digest(monkeypatch, tmp_path):
+    before = run.digest()
+    assert before == run.digest()
+    monkeypatch.setattr(run._build, "NVCC_FLAGS", [*run._build.NVCC_FLAGS, "-G"])
+    assert run.digest() != before
+
+
+SANITIZER = """========= COMPUTE-SANITIZER
+========= Invalid __global__ read of size 4 bytes
+=========     at void flashattn::mma::forward_kernel<flashattn::row>(flashattn::ForwardParams)+0x10 in f.cuh:1
+=========     by thread (0,0,0) in block (0,0,0)
+========= Error: Race reported between Write access at flashattn::a+0x340 in f.cuh:12
+=========     and Read access at flashattn::a+0x350 in f.cuh:13 [4 hazards]
+========= ERROR SUMMARY: 2 errors
+"""
+
+
+def test_faults_are_read_from_a_sanitizers_log():
+    found = [" ".join(match.groups()) for match in run.FAULT.finditer(SANITIZER)]
+    assert len(found) == 2 and "forward_kernel" in found[0] and "f.cuh:12" in found[1] and "f.cuh:13" in found[1]
+
+
+def test_rows_are_read_from_the_results():
+    tests = {"forward_sm80_f16_simt-all": "passed", "forward_sm80_f16_simt-causal window": "failed",
+             "backward_sm80_f16_d64_64x64-causal window": "passed", "backward_sm80_f16_d64_64x64-all": "skipped",
+             "forward_sm75_f16_simt-all": "passed"}
+    results = [{"test": f"tests/test_cuda.py::test_row[{name}]", "outcome": outcome}
+               for name, outcome in tests.items()]
+    assert run.outcomes_of_rows(results, "sm80") == {
+        "forward_sm80_f16_simt": "failed", "backward_sm80_f16_d64_64x64": "passed"}
+
+
+def test_the_suite_is_there():
+    assert all(Path(__file__).with_name(file).exists() for file in run.SUITE)

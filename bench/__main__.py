@@ -22,14 +22,15 @@ def timed(options: argparse.Namespace) -> int:
     shapes = [shape for shape in SETS[options.command] if options.only in shape.name]
     for done, shape in enumerate(shapes, 1):
         print(f"[{done}/{len(shapes)}] {shape.name}", file=sys.stderr, flush=True)
-        rows += [results.row(shape, measured) for measured in time_shape(shape, peers, options.seconds)]
+        measured = time_shape(shape, peers, options.seconds, options.device)
+        rows += [results.row(shape, figures) for figures in measured]
     results.add_ratios(rows)
     keep(options, rows)
     print(results.timing_table(rows))
     ratios = [r["ratio"] for r in rows if "ratio" in r]
     lowest = min(ratios, default=None)
     if ratios:
-        if options.command == "cpu":
+        if options.command != "overhead":
             print(f"\n{results.summary_table(rows)}")
         print(f"\npeer / ours: {len(ratios)} ratios, lowest {lowest:.2f}, "
               f"geometric mean {results.geometric_mean(ratios):.2f}")
@@ -63,7 +64,7 @@ def keep(options: argparse.Namespace, rows: list[dict]) -> None:
     if options.only:
         print("part of a run: not recorded")
     else:
-        results.save(results.record(options.command, options.line, rows), options.results)
+        results.save(results.record(options.command, options.line, rows, options.commit), options.results)
 
 
 def report(options: argparse.Namespace) -> int:
@@ -75,15 +76,18 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
     parser.add_argument("--results", type=Path, default=results.ROOT / "bench" / "results",
                         help="folder of the records (default: bench/results)")
+    parser.add_argument("--commit", help="of these sources, if they lie outside their repository")
     commands = parser.add_subparsers(dest="command", required=True)
-    for name, text, threads in (("cpu", "forward and backward against torch", torch.get_num_threads()),
-                                ("overhead", "host cost of a small call", 1)):
+    for name, text, device, peers, seconds, threads in (
+            ("cpu", "forward and backward against torch", "cpu", "ours,sdpa", 3.0, torch.get_num_threads()),
+            ("cuda", "the same on a CUDA device", "cuda", "ours,sdpa_flash", 0.5, 1),
+            ("overhead", "host cost of a small call", "cpu", "ours,sdpa", 3.0, 1)):
         command = commands.add_parser(name, help=text)
-        command.add_argument("--peers", default="ours,sdpa", help=f"of {','.join(PEERS)} (%(default)s)")
-        command.add_argument("--seconds", type=float, default=3.0, help="for each shape (%(default)s)")
+        command.add_argument("--peers", default=peers, help=f"of {','.join(PEERS)} (%(default)s)")
+        command.add_argument("--seconds", type=float, default=seconds, help="for each shape (%(default)s)")
         command.add_argument("--threads", type=int, default=threads, help="of torch (%(default)s)")
         command.add_argument("--check", type=float, metavar="RATIO", help="exit 1 if a ratio is below this")
-        command.set_defaults(run=timed)
+        command.set_defaults(run=timed, device=device)
     commands.add_parser("memory", help="peak memory of a forward (takes minutes)").set_defaults(run=memory)
     for command in commands.choices.values():
         command.add_argument("--only", default="", help="part of a shape's name: run those, record nothing")

@@ -28,7 +28,8 @@ def machine() -> dict:
         model = platform.processor() or platform.machine()
     return {"cpu": model, "capability": torch.backends.cpu.get_cpu_capability(), "cores": os.cpu_count(),
             "threads": torch.get_num_threads(), "load": os.getloadavg()[0], "torch": torch.__version__,
-            "python": platform.python_version(), "system": f"{platform.system()} {platform.machine()}"}
+            "python": platform.python_version(), "system": f"{platform.system()} {platform.machine()}",
+            "cards": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]}
 
 
 def commit() -> str:
@@ -53,9 +54,10 @@ def add_ratios(rows: list[dict]) -> None:
             r["ratio"] = r["seconds"] / ours[r["name"]]
 
 
-def record(name: str, command: str, rows: list[dict]) -> dict:
+def record(name: str, command: str, rows: list[dict], sources: str | None = None) -> dict:
+    """What is kept of a run; ``sources`` is their commit where there is no repository to ask."""
     date = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    return {"name": name, "command": command, "date": date, "commit": commit(), "machine": machine(),
+    return {"name": name, "command": command, "date": date, "commit": sources or commit(), "machine": machine(),
             "rows": rows}
 
 
@@ -133,6 +135,9 @@ def memory_table(rows: list[dict]) -> str:
 
 
 SECTIONS = {  # recorded name -> title, what it shows, the table
+    "cuda": ("Speed on a CUDA device", "bf16, ours and FlashAttention-2 (torch's FLASH_ATTENTION) in turn\n"
+             "on the same shapes; a ratio is the peer's time over ours: above 1 ours is faster.  The\n"
+             "mean is geometric.", summary_table),
     "cpu": ("Speed", "Ours and each peer in turn on the same shapes; a ratio is the peer's time over ours:\n"
             "above 1 ours is faster.  The mean is geometric.", summary_table),
     "memory": ("Peak memory of a forward", METHOD, memory_table),
@@ -149,6 +154,8 @@ def report(folder: Path) -> str:
         if path.exists():
             result = json.loads(path.read_text())
             host = "{cpu} ({capability}, {cores} cores, {threads} threads), torch {torch}"
+            if name == "cuda":
+                host = f"{result['machine']['cards'][0]}, torch {{torch}}"
             source = (f"`{result['command']}` on {host.format(**result['machine'])},\n"
                       f"commit {result['commit']}, {result['date']}.  "
                       f"Every row: [{name}.csv](bench/results/{name}.csv).")

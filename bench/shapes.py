@@ -64,6 +64,10 @@ def _square(name: str, op: str, S: int, H: int, D: int, **options) -> Shape:
     return Shape(name, op, 1, S, S, H, H, D, D, **options)
 
 
+def _model(name: str, op: str, B: int, S: int, Hq: int, Hk: int, D: int, causal: bool) -> Shape:
+    return Shape(f"{op}-{name}", op, B, S, S, Hq, Hk, D, D, causal=causal, dtype="bfloat16")
+
+
 SETS = {
     # Heads shrink as S grows: a call of any row takes between 10 ms and a few seconds on two cores.
     "cpu": [
@@ -71,6 +75,20 @@ SETS = {
                 causal=causal, dtype=dtype)
         for op in ("forward", "backward") for dtype in ("float32", "bfloat16") for D in (64, 128)
         for S, H in ((1024, 8), (4096, 2)) for causal in (False, True)
+    ],
+    # 16,384 tokens and 2,048 columns, and what models run.
+    "cuda": [
+        _model(f"d{D}-s{S}-{'causal' if causal else 'full'}", op, 16384 // S, S, 2048 // D, 2048 // D, D,
+               causal)
+        for op, lengths in (
+            ("forward", {128: (512, 2048, 8192, 16384), 64: (2048, 16384), 256: (2048, 16384)}),
+            ("backward", {128: (2048, 8192, 16384), 64: (8192,), 256: (8192,)}))
+        for D, some in lengths.items() for causal in (False, True) for S in some
+    ] + [
+        _model(name, op, *sizes) for op in ("forward", "backward") for name, *sizes in (
+            ("llama3-8b", 2, 8192, 32, 8, 128, True), ("llama3-70b", 1, 8192, 64, 8, 128, True),
+            ("d96", 2, 8192, 16, 16, 96, True), ("d80-vit", 16, 1024, 16, 16, 80, False),
+            ("short", 128, 128, 16, 16, 64, False))
     ],
     # Almost no arithmetic: the time is Python, dispatcher, checks and allocation.
     "overhead": [

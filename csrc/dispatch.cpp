@@ -118,7 +118,10 @@ int cpu_level() {
 
 namespace {
 
-enum class Reason { none, device, forced, level, image, dtype, head_dim, plain, shared };
+// Kernels for a tile of head dims count the rows of a sequence in 32 bits.
+constexpr int64_t kLongest = int64_t{1} << 30;
+
+enum class Reason { none, device, forced, level, image, dtype, head_dim, plain, length, shared };
 
 bool has_image(const Family& family, int capability) {
   for (const int* image = family.images; *image; ++image)
@@ -137,6 +140,7 @@ Reason reason(const Instance<Params>& row, const Problem& problem) {
       (row.head_dim_v && problem.head_dim_v > row.head_dim_v))
     return Reason::head_dim;
   if (!row.general && problem.beyond_plain) return Reason::plain;
+  if (row.head_dim && problem.longest >= kLongest) return Reason::length;
   if (row.shared_bytes > problem.shared_bytes) return Reason::shared;
   return Reason::none;
 }
@@ -180,6 +184,8 @@ std::string why_not(const Instance<Params>& row, const Problem& problem) {
              std::to_string(row.head_dim_v) + ")";
     case Reason::plain:
       return "does not serve " + std::string(problem.beyond_plain);
+    case Reason::length:
+      return "serves sequences of fewer than " + std::to_string(kLongest) + " rows";
     case Reason::shared:
       return "needs " + std::to_string(row.shared_bytes) +
              " bytes of shared memory a block, the device has " + std::to_string(problem.shared_bytes);

@@ -20,6 +20,7 @@ struct Problem {
   DType dtype;
   int64_t head_dim, head_dim_v;
   const char* beyond_plain;  // what only general rows serve, null: nothing
+  int64_t longest;           // rows of a sequence, of q or k
 };
 
 // The first thing of a call that takes a general row: an option that changes scores or weights one by one, or

@@ -289,9 +289,10 @@ _CPU_FAMILIES = (
     ("cpu_baseline", "kCpuBaseline", "", 16, 16, ()),
 )
 
-# op, head dims (D, Dv), general, then the tile: rows, keys, warps, stages, min_blocks[, row_warps, key_warps].
-# Every forward has 64 keys in a tile, so that no result depends on which row of a family serves a call.  Narrow
-# before wide; of one width what is faster on a large chip first, then what fits smaller ones.
+# op, head dims (D, Dv), general, then the tile: rows, keys, warps, stages, min_blocks (a backward also has
+# row_warps, key_warps).
+# Every forward has 64 keys in a tile, so that no result depends on which row of a family serves a call.
+# Narrow before wide; of one width what is faster on a large chip first, then what fits smaller ones.
 _SM80_TILES = (
     ("forward", 64, 64, False, 128, 64, 4, 2, 2),
     ("forward", 96, 96, False, 128, 64, 4, 2, 2),

@@ -105,7 +105,8 @@ void launch(Params& p, const Tensor& q) {
                         p.dtype,
                         p.head_dim,
                         p.head_dim_v,
-                        beyond_plain(p)};
+                        beyond_plain(p),
+                        std::max(p.seqlen_q.rows, p.seqlen_k.rows)};
   if (Reasons* reasons_wanted = explanation()) {
     *reasons_wanted = reasons<Params>(problem);
     return;

@@ -70,7 +70,8 @@ DType to_dtype(const std::string& dtype) {
 }
 
 Reasons candidates(const std::string& op, const std::string& device, const std::string& dtype,
-                   int64_t head_dim, int64_t head_dim_v, bool plain, int capability, int64_t shared_bytes) {
+                   int64_t head_dim, int64_t head_dim_v, bool plain, int capability, int64_t shared_bytes,
+                   int64_t longest) {
   if (device != "cpu" && device != "cuda")
     throw py::value_error("device is '" + device + "': this build serves 'cpu' and 'cuda'");
   const bool cuda = device == "cuda";
@@ -80,7 +81,8 @@ Reasons candidates(const std::string& op, const std::string& device, const std::
                         to_dtype(dtype),
                         head_dim,
                         head_dim_v,
-                        plain ? nullptr : "options beyond a plain call"};
+                        plain ? nullptr : "options beyond a plain call",
+                        longest};
   if (op == "forward") return reasons<ForwardParams>(problem);
   if (op == "backward") return reasons<BackwardParams>(problem);
   if (op == "decode") return reasons<DecodeParams>(problem);
@@ -115,9 +117,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("instances", &all_instances, "the compiled kernels, one dict a row, in the dispatcher's order");
   m.def("candidates", &candidates, py::arg("op"), py::arg("device"), py::arg("dtype"),
         py::arg("head_dim") = 64, py::arg("head_dim_v") = 64, py::arg("plain") = true,
-        py::arg("capability") = 0, py::arg("shared_bytes") = 0,
-        "(name, why not) of each row for a problem; the first with an empty reason serves it.  The last two "
-        "are those of a CUDA device");
+        py::arg("capability") = 0, py::arg("shared_bytes") = 0, py::arg("longest") = 0,
+        "(name, why not) of each row for a problem; the first with an empty reason serves it.  capability and "
+        "shared_bytes are those of a CUDA device, longest is the rows of a sequence");
   m.def("explain", &explain, py::arg("function"),
         "call it without launching anything; (name, why not) of each row for the last operator it called");
   m.def("add_family", &add_family_of, py::arg("capsule"), "let the kernels of a CUDA family serve, first");

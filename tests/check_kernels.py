@@ -3,15 +3,14 @@
     python tests/check_kernels.py [--archs 80,90] [--rows REGEX] [--jobs N] [--if-nvcc]
 
 Prints registers, spills and tensor-core instructions of each kernel.  Fails where a kernel spills more bytes
-than kernels_ledger.json allows it (none, unless a line whose regular expression matches says why), or where a tensor-core row lacks the
-instructions that one pass through its loop needs.
+than kernels_ledger.json allows (none, unless a line whose regular expression matches says why), or where a
+tensor-core row lacks the instructions that one pass through its loop needs.
 """
 
 from __future__ import annotations
 
 import argparse
 import collections
-import importlib.util
 import json
 import os
 import re
@@ -24,6 +23,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).absolute().parents[1]
+sys.path.insert(0, str(ROOT / "flashattn"))
+import _build  # noqa: E402  (without the package, which imports torch)
+
+sys.path.pop(0)
 LEDGER = ROOT / "tests/kernels_ledger.json"
 OUTPUT = ROOT / "build/kernels"
 INSTRUCTION = re.compile(r"^\s+/\*\w+\*/\s+(?:@!?\w+\s+)?([A-Z]\w*)", re.MULTILINE)  # of nvdisasm
@@ -50,14 +53,6 @@ class Kernel:
     def __str__(self) -> str:
         spills = "spills {} and {} bytes".format(*self.spills) if any(self.spills) else "no spills"
         return f"{self.key}: {self.registers} registers, {spills}, {self.instructions['HMMA']} HMMA"
-
-
-def load_build():
-    """flashattn/_build.py without the package, which imports torch."""
-    spec = importlib.util.spec_from_file_location("flashattn_build", ROOT / "flashattn/_build.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def disassembler() -> str:
@@ -126,12 +121,11 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     parser.add_argument("--if-nvcc", action="store_true", help="without nvcc, succeed")
     arguments = parser.parse_args()
-    build = load_build()
-    home = build.cuda_home()
+    home = _build.cuda_home()
     if home is None:
         print("no nvcc (CUDA_HOME, PATH, /usr/local/cuda): the CUDA kernels are not checked")
         sys.exit(not arguments.if_nvcc)
-    table = build.instances()
+    table = _build.instances()
     for module in table.CUDA_MODULES:
         table.generate(OUTPUT / module, module)
     archs = [int(arch) for arch in arguments.archs.split(",")]
@@ -141,7 +135,7 @@ def main() -> None:
     ledger = json.loads(LEDGER.read_text())
     with ThreadPoolExecutor(arguments.jobs) as pool:
         compiled = list(pool.map(
-            lambda task: compile_row(f"{home}/bin/nvcc", build.NVCC_FLAGS, *task), tasks))
+            lambda task: compile_row(f"{home}/bin/nvcc", _build.NVCC_FLAGS, *task), tasks))
     kernels = [kernel for of_row in compiled for kernel in of_row]
     print(*kernels, sep="\n")
     found = [text for kernel in kernels for text in faults(kernel, ledger)]

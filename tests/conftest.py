@@ -9,7 +9,7 @@ import flashattn
 
 def pytest_addoption(parser):
     parser.addoption("--device", default="cpu", help="where tests make their tensors: cpu, cuda, cuda:1, ...")
-    parser.addoption("--family", help="only kernels of this family serve")
+    parser.addoption("--family", help="only kernels of this family serve the tests that use the device")
     parser.addoption("--results", metavar="FILE", help="append each test's result to this file, as it comes")
 
 
@@ -40,7 +40,7 @@ def _seed():
 
 @pytest.fixture(autouse=True)
 def _family(request):
-    name = request.config.getoption("--family")
+    name = request.config.getoption("--family") if "device" in request.fixturenames else None
     with flashattn.force_family(name) if name else contextlib.nullcontext():
         yield
 
@@ -52,8 +52,8 @@ def device(request):
 
 
 @pytest.fixture(autouse=True)
-def _memory(device):
+def _memory(request):
     """Processes share a card: what a test does not need any more is for the others."""
     yield
-    if device.type == "cuda" and torch.cuda.memory_reserved(device) > 1 << 30:
+    if request.config.getoption("--device") != "cpu" and torch.cuda.memory_reserved() > 1 << 30:
         torch.cuda.empty_cache()

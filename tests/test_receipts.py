@@ -1,4 +1,4 @@
-"""Runs on GPUs are recorded in tests/receipts; here, without one: they are of these sources, and they are good."""
+"""What ran on GPUs is recorded in tests/receipts: that it was these sources, and that it was good."""
 
 import json
 import warnings
@@ -9,7 +9,7 @@ import pytest
 from receipts import run
 
 RECEIPTS = sorted(path for path in run.FOLDER.glob("*.json") if path != run.LEDGER)
-MEND = "on the card, run: python tests/receipts/run.py; without it: python tests/receipts/run.py --not-run REASON"
+MEND = "run: make receipt on that card, or: python tests/receipts/run.py --not-run REASON --card"
 
 
 @pytest.fixture(params=RECEIPTS, ids=lambda path: path.stem)
@@ -21,11 +21,12 @@ def test_the_sources_are_those_that_ran(receipt):
     rows = [row.name for row in run.rows()]
     assert receipt["sources"] == run.digest(), (
         f"the CUDA kernels changed since {receipt['card']} ran them, so these rows are unverified: "
-        f"{', '.join(rows)}; {MEND}")
+        f"{', '.join(rows)}; {MEND} '{receipt['card']}'")
     assert receipt["unverified"] == run.unverified(receipt)
     if receipt["unverified"]:
         reason = receipt.get("not run", "some parts have not run")
-        warnings.warn(f"{receipt['card']}: {reason}; unverified: {', '.join(receipt['unverified'])}", stacklevel=1)
+        rows = ", ".join(receipt["unverified"])
+        warnings.warn(f"{receipt['card']}: {reason}; unverified: {rows}", stacklevel=1)
 
 
 def test_what_ran_was_good(receipt):
@@ -52,7 +53,7 @@ def test_explained_faults_have_a_reason():
     assert all(line["fault"] and line["reason"] for lines in ledger.values() for line in lines)
 
 
-def test_a_change_of_a_kernel_changes_the_digest(monkeypatch, tmp_path):
+def test_a_change_of_a_kernel_changes_the_digest(monkeypatch):
     before = run.digest()
     assert before == run.digest()
     monkeypatch.setattr(run._build, "NVCC_FLAGS", [*run._build.NVCC_FLAGS, "-G"])
@@ -71,13 +72,14 @@ SANITIZER = """========= COMPUTE-SANITIZER
 
 def test_faults_are_read_from_a_sanitizers_log():
     found = [" ".join(match.groups()) for match in run.FAULT.finditer(SANITIZER)]
-    assert len(found) == 2 and "forward_kernel" in found[0] and "f.cuh:12" in found[1] and "f.cuh:13" in found[1]
+    assert len(found) == 2 and "forward_kernel" in found[0]
+    assert "f.cuh:12" in found[1] and "f.cuh:13" in found[1]
 
 
 def test_rows_are_read_from_the_results():
     tests = {"forward_sm80_f16_simt-all": "passed", "forward_sm80_f16_simt-causal window": "failed",
-             "backward_sm80_f16_d64_64x64-causal window": "passed", "backward_sm80_f16_d64_64x64-all": "skipped",
-             "forward_sm75_f16_simt-all": "passed"}
+             "backward_sm80_f16_d64_64x64-causal window": "passed",
+             "backward_sm80_f16_d64_64x64-all": "skipped", "forward_sm75_f16_simt-all": "passed"}
     results = [{"test": f"tests/test_cuda.py::test_row[{name}]", "outcome": outcome}
                for name, outcome in tests.items()]
     assert run.outcomes_of_rows(results, "sm80") == {

@@ -210,7 +210,7 @@ def level(family: str) -> int:
 
 
 def machine(family: str) -> str:
-    return f"compute capability {level(family) / 10}"
+    return f"compute capability {level(family) / 10} or newer"
 
 
 def instance(row, module: str, level: str | int, head_dims: str, general: str, shared_bytes: str,

@@ -269,6 +269,10 @@ def test_packed_sequences_without_queries_or_keys(device, dim, dtype):
 
 # ---- offsets beyond 32 bits ----
 
+large = pytest.mark.xdist_group("large")  # on a GPU these take much memory, so one runs at a time
+
+
+@large
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 @pytest.mark.parametrize("which", ["q", "k", "v", "out", "dout"])
 @pytest.mark.parametrize("dim", [0, 1, 2])
@@ -284,6 +288,7 @@ def test_strides_beyond_32_bits(device, dtype, which, dim):
         assert_identical(ours, clean, name)
 
 
+@large
 @pytest.mark.parametrize("which", ["bias", "mask"])
 @pytest.mark.parametrize("dim", [0, 1, 2])
 def test_bias_and_mask_strides_beyond_32_bits(device, which, dim):
@@ -295,6 +300,7 @@ def test_bias_and_mask_strides_beyond_32_bits(device, which, dim):
         assert_identical(ours, clean, name)
 
 
+@large
 def test_packed_rows_beyond_32_bits(device):
     """The sequences of k and v are the last rows of 2^32 elements."""
     lens_q, lens_k = (5, 9), (20, 13)
@@ -308,6 +314,7 @@ def test_packed_rows_beyond_32_bits(device):
     assert_identical(flashattn.forward(q, *far, **layout), wanted, "out")
 
 
+@large
 @pytest.mark.parametrize("pages", [131_074, 262_146])
 def test_pages_beyond_32_bits(device, pages):
     """A pool of pages of 16,384 elements with the used pages at its end, over 2^31 and over 2^32."""

@@ -57,8 +57,8 @@ def add_ratios(rows: list[dict]) -> None:
 def record(name: str, command: str, rows: list[dict], sources: str | None = None) -> dict:
     """What is kept of a run; ``sources`` is their commit where there is no repository to ask."""
     date = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    return {"name": name, "command": command, "date": date, "commit": sources or commit(), "machine": machine(),
-            "rows": rows}
+    return {"name": name, "command": command, "date": date, "commit": sources or commit(),
+            "machine": machine(), "rows": rows}
 
 
 def save(result: dict, folder: Path) -> None:

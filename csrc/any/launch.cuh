@@ -4,7 +4,7 @@
 
 #include "any/bias_gradient.cuh"
 #include "any/delta.cuh"
-#include "any/gradients.h"
+#include "any/gradients.cuh"
 #include "any/simt_backward.cuh"
 #include "any/simt_forward.cuh"
 #include "common/launch.cuh"

@@ -18,8 +18,8 @@ FLASHATTN_HD int64_t clamp(int64_t x, int64_t low, int64_t high) {
 
 FLASHATTN_HD Sequence sequence(const Lengths& lengths, int64_t batch) {
   const int64_t first = lengths.cu ? clamp(lengths.cu[batch], 0, lengths.total) : 0;
-  const int64_t allotted =
-      lengths.cu ? clamp(lengths.cu[batch + 1] - first, 0, lengths.total - first) : lengths.rows;
+  const int64_t most = clamp(lengths.rows, 0, lengths.total - first);  // what tensors and workspaces have
+  const int64_t allotted = lengths.cu ? clamp(lengths.cu[batch + 1] - first, 0, most) : lengths.rows;
   return {first, lengths.used ? clamp(lengths.used[batch], 0, allotted) : allotted, allotted};
 }
 

@@ -3,7 +3,7 @@
 
 #include <type_traits>
 
-#include "any/gradients.h"
+#include "any/gradients.cuh"
 #include "common/launch.cuh"
 #include "mma/backward.cuh"
 #include "mma/forward.cuh"

@@ -101,11 +101,13 @@ class Run:
         self.receipt, self.end = receipt, time.monotonic() + limit
         SCRATCH.mkdir(parents=True, exist_ok=True)
 
-    def execute(self, command: list[str], **variables: str) -> int | None:
-        """Exit status; None if the time was over before."""
+    def start(self, command: list[str], **variables: str) -> subprocess.Popen:
         print("==", *command, flush=True)
-        child = subprocess.Popen(command, cwd=ROOT, start_new_session=True,
-                                 env=os.environ | {"PYTHONPATH": str(ROOT)} | variables)
+        return subprocess.Popen(command, cwd=ROOT, start_new_session=True,
+                                env=os.environ | {"PYTHONPATH": str(ROOT)} | variables)
+
+    def wait(self, child: subprocess.Popen) -> int | None:
+        """Exit status; None if the time was over before."""
         try:
             return child.wait(max(0.0, self.end - time.monotonic()))
         except (subprocess.TimeoutExpired, KeyboardInterrupt):
@@ -114,38 +116,45 @@ class Run:
             child.wait()
             return None
 
-    def pytest(self, *arguments: str, before: list[str] = (), **variables: str) -> tuple[bool, list[dict]]:
-        """Whether it came to its end, and the results of the tests; ``before`` starts the command."""
-        results = SCRATCH / "results.jsonl"
+    def pytest(self, name: str, *arguments: str, before: list[str] = (),
+               **variables: str) -> subprocess.Popen:
+        """Starts the tests of a part; ``before`` starts the command."""
+        results = SCRATCH / f"{name}.jsonl"
         results.unlink(missing_ok=True)
-        status = self.execute([*before, sys.executable, "-m", "pytest", "-q", "--device", "cuda", "--results",
-                               str(results), "-p", "no:cacheprovider", *arguments], **variables)
+        return self.start([*before, sys.executable, "-m", "pytest", "-q", "--device", "cuda", "--results",
+                           str(results), "-p", "no:cacheprovider", *arguments], **variables)
+
+    def results(self, name: str, child: subprocess.Popen) -> tuple[bool, list[dict]]:
+        """Whether the tests of a part came to their end, and their results."""
+        status, results = self.wait(child), SCRATCH / f"{name}.jsonl"
         lines = results.read_text().splitlines() if results.exists() else []
         return status is not None and status not in (2, 3, 4), [json.loads(line) for line in lines]
 
-    def part(self, name: str, families: list[str], files: list[str], workers: int) -> None:
-        if name == "build":
+    def parts(self, names: list[str], families: list[str], files: list[str], workers: int) -> None:
+        """The sanitizers, which use a few cores each, run beside the suite."""
+        if "build" in names:
             self.build()
-        elif name == "suite":
-            for family in families:
-                if time.monotonic() < self.end:
-                    self.suite(family, files, workers)
-        else:
-            self.sanitizer(name)
+        begin = time.monotonic()
+        sanitizers = {tool: self.sanitizer(tool) for tool in TOOLS if tool in names}
+        for family in families if "suite" in names else ():
+            if time.monotonic() < self.end:
+                self.suite(family, files, workers)
+        for tool, child in sanitizers.items():
+            self.sanitized(tool, child, begin)
 
     def build(self) -> None:
         begin = time.monotonic()
-        status = self.execute([sys.executable, "setup.py", "build_ext", "--inplace"], FLASHATTN_CUDA="on",
-                              FLASHATTN_ARCHS=self.receipt["archs"])
+        status = self.wait(self.start([sys.executable, "setup.py", "build_ext", "--inplace"],
+                                      FLASHATTN_CUDA="on", FLASHATTN_ARCHS=self.receipt["archs"]))
         if status != 0:
             raise SystemExit("the build failed, or was not done within the limit")
         self.receipt["build seconds"] = round(time.monotonic() - begin)
 
     def suite(self, family: str, files: list[str], workers: int) -> None:
         """The tests on the kernels of one family."""
-        finished, results = self.pytest(
-            "-n", str(workers), "--dist", "loadgroup", "--family", family,
-            "-k", f"not ({' or '.join(NOT_YET)})", *(f"tests/{file}" for file in files))
+        finished, results = self.results(family, self.pytest(
+            family, "-n", str(workers), "--dist", "loadgroup", "--family", family,
+            "-k", f"not ({' or '.join(NOT_YET)})", *(f"tests/{file}" for file in files)))
         outcomes = defaultdict(Counter)
         for result in results:
             file = Path(result["test"].partition("::")[0]).name
@@ -162,18 +171,21 @@ class Run:
         if "test_cuda.py" in files:
             self.receipt["rows"] |= outcomes_of_rows(results, family)
 
-    def sanitizer(self, tool: str) -> None:
-        """compute-sanitizer over every row of the table."""
-        log = SCRATCH / f"{tool}.log"
+    def sanitizer(self, tool: str) -> subprocess.Popen:
+        """Starts compute-sanitizer over every row of the table."""
+        for log in SCRATCH.glob(f"{tool}.*.log"):
+            log.unlink()
         program = shutil.which("compute-sanitizer") or f"{_build.cuda_home()}/bin/compute-sanitizer"
-        command = [program, "--tool", tool, "--log-file", str(log), "--report-api-errors", "no"]
+        command = [program, "--tool", tool, "--log-file", f"{SCRATCH}/{tool}.%p.log", "--target-processes",
+                   "all", "--report-api-errors", "no"]
         if tool != "initcheck":  # which must see who writes what our kernels read
             command += ["--kernel-name", "kns=flashattn"]
-        begin = time.monotonic()
-        log.unlink(missing_ok=True)
-        finished, results = self.pytest("tests/test_cuda.py::test_row", before=command,
-                                        PYTORCH_NO_CUDA_MEMORY_CACHING="1")
-        text = log.read_text(errors="replace") if log.exists() else ""
+        return self.pytest(tool, "tests/test_cuda.py::test_row", "-n", "3", before=command,
+                           PYTORCH_NO_CUDA_MEMORY_CACHING="1")
+
+    def sanitized(self, tool: str, child: subprocess.Popen, begin: float) -> None:
+        finished, results = self.results(tool, child)
+        text = "".join(log.read_text(errors="replace") for log in SCRATCH.glob(f"{tool}.*.log"))
         ledger = json.loads(LEDGER.read_text())[tool]
         faults = [" ".join(match.groups()) for match in FAULT.finditer(text)]
         unexplained = [fault for fault in faults
@@ -215,9 +227,8 @@ def main() -> None:
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         run = Run(receipt, arguments.limit)
     try:
-        for part in () if arguments.not_run else arguments.parts:
-            if time.monotonic() < run.end:
-                run.part(part, arguments.families, list(arguments.files), arguments.workers)
+        if not arguments.not_run:
+            run.parts(arguments.parts, arguments.families, list(arguments.files), arguments.workers)
     finally:
         receipt["unverified"] = unverified(receipt)
         text = json.dumps(receipt, indent=1) + "\n"

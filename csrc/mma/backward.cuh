@@ -63,8 +63,7 @@ struct BackwardWorkspace {
     const int64_t blocks = p.heads_q * row_blocks;
     sums = static_cast<float*>(p.workspace.shared);
     statistics = reinterpret_cast<float2*>(sums + blocks * kColumnBlocks * kBlock);
-    turns =
-        reinterpret_cast<int*>(statistics + blocks * 16 + C::kRows);  // a tile may reach past the last block
+    turns = reinterpret_cast<int*>(statistics + blocks * 16);
     const int64_t turn_count = p.deterministic ? p.batch * p.heads_q * row_tiles : 0;
     bytes = reinterpret_cast<char*>(turns + turn_count) - static_cast<char*>(p.workspace.shared);
   }
@@ -248,7 +247,8 @@ __global__ void __launch_bounds__(C::kWarps * 32, C::kMinBlocks)
     CopyQ::load(tiles.q(stage), q_rows, p.q.row, p.head_dim, row, rows.first, rows.last);
     CopyDOut::load(tiles.dout(stage), dout_rows, p.dout.row, p.head_dim_v, row, rows.first, rows.last);
     if (threadIdx.x < C::kRows / 2)
-      copy_16<C>(tiles.statistics(stage) + threadIdx.x * 16, statistics + threadIdx.x * 2);
+      copy_16<C>(tiles.statistics(stage) + threadIdx.x * 16, statistics + threadIdx.x * 2,
+                 row + static_cast<int>(threadIdx.x) * 2 < rows.last);
     const bool head_ends = row + C::kRows >= rows.last;
     q_rows += step_size(C::kRows * p.q.row, p.q.head, head_ends);
     dout_rows += step_size(C::kRows * p.dout.row, p.dout.head, head_ends);

@@ -67,6 +67,15 @@ def unverified(receipt: dict) -> list[str]:
     return [row.name for row in rows() if receipt.get("rows", {}).get(row.name) != "passed"]
 
 
+def unfinished(receipt: dict) -> list[str]:
+    """Parts of a whole run that the receipt does not have to their end."""
+    suite, sanitizers = receipt.get("suite", {}), receipt.get("sanitizers", {})
+    files = {f"{family} {file}": suite.get(family, {}).get(file, {})
+             for family in _build.instances().CUDA_MODULES for file in SUITE}
+    parts = files | {tool: sanitizers.get(tool, {}) for tool in TOOLS}
+    return [name for name, part in parts.items() if not part.get("finished")]
+
+
 def path_of(card: str) -> Path:
     return FOLDER / (re.sub(r"\W+", "_", card.removeprefix("NVIDIA ")).lower() + ".json")
 
@@ -230,7 +239,7 @@ def main() -> None:
         if not arguments.not_run:
             run.parts(arguments.parts, arguments.families, list(arguments.files), arguments.workers)
     finally:
-        receipt["unverified"] = unverified(receipt)
+        receipt |= {"unverified": unverified(receipt), "unfinished": unfinished(receipt)}
         text = json.dumps(receipt, indent=1) + "\n"
         path_of(receipt["card"]).write_text(text)
         print(text)

@@ -32,7 +32,8 @@ def test_the_sources_are_those_that_ran(receipt):
 def test_what_ran_was_good(receipt):
     assert receipt["path"] == run.path_of(receipt["card"])
     if "not run" in receipt:
-        assert receipt.keys() == {"card", "sources", "not run", "unverified", "unfinished", "path"} and receipt["not run"]
+        assert receipt["not run"]
+        assert receipt.keys() == {"card", "sources", "not run", "unverified", "unfinished", "path"}
         return
     for key in ("capability", "driver", "torch", "nvcc", "python", "date", "archs"):
         assert isinstance(receipt[key], str) and receipt[key], key

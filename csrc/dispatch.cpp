@@ -37,10 +37,6 @@ void put_first(const Family& family) {
 
 int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-std::string version(int capability) {
-  return std::to_string(capability / 10) + "." + std::to_string(capability % 10);
-}
-
 // Whether base and strides are multiples of 16 bytes; the stride of a dimension of size 1 does not count.
 bool in_vectors(const Tensor4& x, const ForwardParams& p, int64_t rows, int64_t heads) {
   const int64_t size = p.dtype == DType::f64 ? 8 : p.dtype == DType::f32 ? 4 : 2;
@@ -52,6 +48,10 @@ bool in_vectors(const Tensor4& x, const ForwardParams& p, int64_t rows, int64_t 
 
 void force_family(const std::string& name) { family() = name; }
 const std::string& forced_family() { return family(); }
+
+std::string version(int capability) {
+  return std::to_string(capability / 10) + "." + std::to_string(capability % 10);
+}
 
 bool& debug_checks() {
   static bool on = false;
@@ -153,8 +153,7 @@ std::string images_text(const Family& family) {
 
 std::string dtypes_text(uint32_t dtypes) {
   std::string text;
-  for (const auto& [type, name] : {std::pair{DType::f32, "float32"}, std::pair{DType::f64, "float64"},
-                                   std::pair{DType::f16, "float16"}, std::pair{DType::bf16, "bfloat16"}})
+  for (const auto& [name, type] : kDTypeNames)
     if (dtypes & dtype_set(type)) text += std::string(text.empty() ? "" : " and ") + name;
   return text;
 }

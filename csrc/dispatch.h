@@ -28,6 +28,11 @@ struct Problem {
 const char* beyond_plain(const ForwardParams& p);
 const char* beyond_plain(const BackwardParams& p);
 
+// As torch and users write them.
+constexpr std::pair<const char*, DType> kDTypeNames[] = {
+    {"float32", DType::f32}, {"float64", DType::f64}, {"float16", DType::f16}, {"bfloat16", DType::bf16}};
+std::string version(int capability);
+
 // Rows of the CUDA families, the last added first, then those of the CPU.
 template <class Params>
 const std::vector<const Instance<Params>*>& instances();

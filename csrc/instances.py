@@ -79,30 +79,14 @@ int launch(const {params(self.op)}& p, void*) {{
 
 
 @dataclass(frozen=True)
-class Mma:
-    """A tensor-core kernel for one dtype and head dims up to a bound, with its tile."""
+class Cuda:
+    """What CUDA kernels have in common: each is for one dtype, and its family is a module."""
 
     op: str
     family: str
     dtype: str
-    head_dim: int
-    head_dim_v: int
-    general: bool  # serves every option and layout, otherwise plain calls (beyond_plain in dispatch.h)
-    rows: int  # of queries, in a tile
-    keys: int  # in a tile
-    warps: int
-    stages: int  # tiles in flight
-    min_blocks: int  # that must fit on a multiprocessor
-    row_warps: int = 0  # of a backward: into how many parts warps split the rows of S, dP and dQ
-    key_warps: int = 0  # and the rows of dK and dV
 
     suffix = "cu"
-
-    @property
-    def name(self) -> str:
-        width = f"d{self.head_dim}" + (f"v{self.head_dim_v}" if self.head_dim_v != self.head_dim else "")
-        path = "_general" if self.general else ""
-        return f"{self.op}_{self.family}_{DTYPES[self.dtype]}_{width}_{self.rows}x{self.keys}{path}"
 
     @property
     def module(self) -> str:
@@ -115,6 +99,28 @@ class Mma:
     @property
     def dtypes(self) -> tuple[str, ...]:
         return (self.dtype,)
+
+
+@dataclass(frozen=True)
+class Mma(Cuda):
+    """A tensor-core kernel for head dims up to a bound, with its tile."""
+
+    head_dim: int
+    head_dim_v: int
+    general: bool  # serves every option and layout, otherwise plain calls (beyond_plain in dispatch.h)
+    rows: int  # of queries, in a tile
+    keys: int  # in a tile
+    warps: int
+    stages: int  # tiles in flight
+    min_blocks: int  # that must fit on a multiprocessor
+    row_warps: int = 0  # of a backward: into how many parts warps split the rows of S, dP and dQ
+    key_warps: int = 0  # and the rows of dK and dV
+
+    @property
+    def name(self) -> str:
+        width = f"d{self.head_dim}" + (f"v{self.head_dim_v}" if self.head_dim_v != self.head_dim else "")
+        path = "_general" if self.general else ""
+        return f"{self.op}_{self.family}_{DTYPES[self.dtype]}_{width}_{self.rows}x{self.keys}{path}"
 
     @property
     def head_dims(self) -> str:
@@ -147,31 +153,14 @@ extern const Family family;
 
 
 @dataclass(frozen=True)
-class Simt:
-    """A kernel of ordinary instructions for one dtype, which serves every head dim, option and layout."""
+class Simt(Cuda):
+    """A kernel of ordinary instructions, which serves every head dim, option and layout."""
 
-    op: str
-    family: str
-    dtype: str
-
-    suffix = "cu"
     head_dims = "any"
 
     @property
     def name(self) -> str:
         return f"{self.op}_{self.family}_{DTYPES[self.dtype]}_simt"
-
-    @property
-    def module(self) -> str:
-        return self.family
-
-    @property
-    def machines(self) -> tuple[str, ...]:
-        return (machine(self.family),)
-
-    @property
-    def dtypes(self) -> tuple[str, ...]:
-        return (self.dtype,)
 
     def unit(self) -> str:
         element = ELEMENTS[self.dtype]

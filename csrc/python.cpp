@@ -12,10 +12,6 @@ namespace py = pybind11;
 namespace flashattn {
 namespace {
 
-std::string version(int capability) {
-  return std::to_string(capability / 10) + "." + std::to_string(capability % 10);
-}
-
 // Images of each CUDA family, as FLASHATTN_ARCHS writes them.
 py::dict cuda_images() {
   py::dict every;
@@ -63,8 +59,7 @@ py::list all_instances() {
 }
 
 DType to_dtype(const std::string& dtype) {
-  for (const auto& [name, type] : {std::pair{"float32", DType::f32}, std::pair{"float64", DType::f64},
-                                   std::pair{"float16", DType::f16}, std::pair{"bfloat16", DType::bf16}})
+  for (const auto& [name, type] : kDTypeNames)
     if (dtype == name) return type;
   throw py::value_error("dtype is '" + dtype + "': expected float32, bfloat16, float16 or float64");
 }
@@ -115,11 +110,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   using namespace flashattn;
   m.def("build_info", &build_info, "what this module was built with");
   m.def("instances", &all_instances, "the compiled kernels, one dict a row, in the dispatcher's order");
-  m.def("candidates", &candidates, py::arg("op"), py::arg("device"), py::arg("dtype"),
-        py::arg("head_dim") = 64, py::arg("head_dim_v") = 64, py::arg("plain") = true,
-        py::arg("capability") = 0, py::arg("shared_bytes") = 0, py::arg("longest") = 0,
-        "(name, why not) of each row for a problem; the first with an empty reason serves it.  capability and "
-        "shared_bytes are those of a CUDA device, longest is the rows of a sequence");
+  m.def(
+      "candidates", &candidates, py::arg("op"), py::arg("device"), py::arg("dtype"), py::arg("head_dim") = 64,
+      py::arg("head_dim_v") = 64, py::arg("plain") = true, py::arg("capability") = 0,
+      py::arg("shared_bytes") = 0, py::arg("longest") = 0,
+      "(name, why not) of each row for a problem; the first with an empty reason serves it.  capability and "
+      "shared_bytes are those of a CUDA device, longest is the rows of a sequence");
   m.def("explain", &explain, py::arg("function"),
         "call it without launching anything; (name, why not) of each row for the last operator it called");
   m.def("add_family", &add_family_of, py::arg("capsule"), "let the kernels of a CUDA family serve, first");

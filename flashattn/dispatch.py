@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from torch import Tensor
 from . import _load, functional
 
 OPS = ("forward", "backward", "decode")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -84,12 +86,8 @@ def force_family(name: str) -> Iterator[None]:
     extension = _load.extension()
     if name not in families() and name not in (row["name"] for row in extension.instances()):
         raise ValueError(f"family {name!r}: expected one of {families()}, or the name of a kernel")
-    before = extension.forced_family()
-    extension.force_family(name)
-    try:
+    with _setting(extension.forced_family, extension.force_family, name):
         yield
-    finally:
-        extension.force_family(before)
 
 
 @contextmanager
@@ -103,12 +101,19 @@ def debug_checks(on: bool = True) -> Iterator[None]:
         on: False switches the checks off inside the block.
     """
     extension = _load.extension()
-    before = extension.debug_checks()
-    extension.set_debug_checks(on)
+    with _setting(extension.debug_checks, extension.set_debug_checks, on):
+        yield
+
+
+@contextmanager
+def _setting(read: Callable[[], T], write: Callable[[T], None], value: T) -> Iterator[None]:
+    """A setting of the process has this value inside the ``with`` block."""
+    before = read()
+    write(value)
     try:
         yield
     finally:
-        extension.set_debug_checks(before)
+        write(before)
 
 
 def families() -> list[str]:

@@ -12,6 +12,13 @@ import flashattn
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 NAN = float("nan")
 
+# Sizes that forward and backward are both tested with.
+LENGTHS = ((1, 1), (1, 200), (200, 1), (3, 130), (64, 64), (65, 63), (130, 257), (257, 130))  # Sq, Sk
+RAGGED = (1, 0, 70, 33, 128), (90, 5, 0, 129, 64)                        # of packed queries, of their keys
+HEADS = ((1, 1), (3, 3), (8, 4), (6, 2), (5, 1), (12, 3))                # Hq, Hk
+DIMS = ((8, 40), (40, 8), (1, 1), (7, 65), (192, 128), (64, 512), (300, 3))  # D, Dv
+RANGES = ("none", "causal", "window", "causal window", "all")            # of OPTIONS, for every length
+
 
 def dense(device, dtype=torch.float32, *, batch=2, len_q=70, len_k=90, heads=(4, 2), dims=(64, 64)):
     """Random q (B, Sq, Hq, D), k (B, Sk, Hk, D), v (B, Sk, Hk, Dv); heads is (Hq, Hk), dims is (D, Dv)."""

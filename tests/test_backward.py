@@ -4,10 +4,22 @@ import pytest
 import torch
 
 import flashattn
-from cases import DTYPES, NAN, OPTIONS, cpu_families, dense, ints, offsets, packed
+from cases import (
+    DIMS,
+    DTYPES,
+    HEADS,
+    LENGTHS,
+    NAN,
+    OPTIONS,
+    RAGGED,
+    RANGES,
+    cpu_families,
+    dense,
+    ints,
+    offsets,
+    packed,
+)
 from compare import assert_identical, check_backward
-
-LENGTHS = ((1, 1), (1, 200), (200, 1), (3, 130), (64, 64), (65, 63), (130, 257), (257, 130))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -17,7 +29,7 @@ def test_option(device, dtype, name):
     check_backward(q, k, v, **OPTIONS[name](q, 90))
 
 
-@pytest.mark.parametrize("name", ["none", "causal", "window", "causal window", "all"])
+@pytest.mark.parametrize("name", RANGES)
 @pytest.mark.parametrize("len_q, len_k", LENGTHS)
 def test_lengths(device, len_q, len_k, name):
     for dtype in (torch.float32, torch.bfloat16):
@@ -26,14 +38,14 @@ def test_lengths(device, len_q, len_k, name):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize("heads", [(1, 1), (3, 3), (8, 4), (6, 2), (5, 1), (12, 3)])
+@pytest.mark.parametrize("heads", HEADS)
 def test_query_heads_share_kv_heads(device, dtype, heads):
     q, k, v = dense(device, dtype, heads=heads, dims=(16, 16))
     check_backward(q, k, v, **OPTIONS["all"](q, 90))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("dims", [(8, 40), (40, 8), (1, 1), (7, 65), (192, 128), (64, 512), (300, 3)])
+@pytest.mark.parametrize("dims", DIMS)
 def test_head_dims(device, dtype, dims):
     q, k, v = dense(device, dtype, len_q=33, len_k=70, dims=dims)
     check_backward(q, k, v, causal=True)
@@ -42,7 +54,7 @@ def test_head_dims(device, dtype, dims):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", ["none", "causal", "window", "dropout"])
 def test_packed(device, dtype, name):
-    q, k, v, layout = packed(device, (1, 0, 70, 33, 128), (90, 5, 0, 129, 64), dtype)
+    q, k, v, layout = packed(device, *RAGGED, dtype)
     check_backward(q, k, v, **layout, **OPTIONS[name](q[None], 129))
 
 

@@ -1,6 +1,5 @@
 """Host logic against brute force: mask ranges, split choice, the table of kernels and its dispatch."""
 
-import importlib.util
 import json
 import os
 import platform
@@ -21,17 +20,7 @@ CAPS = {"forward": 80, "backward": 60, "decode": 30}         # rows of a family
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 
 
-def table():
-    """The module csrc/instances.py."""
-    path = Path(__file__).parents[1] / "csrc" / "instances.py"
-    spec = importlib.util.spec_from_file_location("instances", path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module                           # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
-
-
-TABLE = table()
+TABLE = _build.instances()
 CPU_ROWS = TABLE.rows("cpu", platform.machine())
 # What this build holds, in the dispatcher's order.
 ROWS = [row for module in reversed(TABLE.CUDA_MODULES) if module in _load.extension().build_info()["cuda"]

@@ -1,11 +1,11 @@
 """The README is current: its table of kernels, its snippets, its links.  As a program it writes the table."""
 
-import importlib.util
 import re
-import sys
 from pathlib import Path
 
 import pytest
+
+from flashattn import _build
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -15,12 +15,8 @@ SNIPPETS = re.findall(r"^```python\n(.*?)^```", README.read_text(), re.DOTALL | 
 
 def kernel_table() -> str:
     """csrc/instances.py as a Markdown table; kernels that differ in dtype or tile only share a line."""
-    spec = importlib.util.spec_from_file_location("instances", ROOT / "csrc" / "instances.py")
-    instances = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = instances                                   # dataclasses look their module up
-    spec.loader.exec_module(instances)
     groups = {}
-    for row in instances.ROWS:
+    for row in _build.instances().ROWS:
         machines, general = ", ".join(row.machines) or "any", getattr(row, "general", True)
         groups.setdefault((row.op, row.family, machines, row.head_dims, general), []).append(row)
     lines = [("operation", "family", "machines", "head dims", "serves", "dtypes", "kernels"), ("---",) * 7]

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import functools
 import hashlib
-import importlib.util
 import os
 import re
 import subprocess
@@ -18,6 +17,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parents[1] / "flashattn"))
+import _build  # noqa: E402  (without the package, which imports torch)
+
+sys.path.pop(0)
+TABLE = _build.instances()
 CSRC = HERE.parents[1] / "csrc"
 OUT = HERE.parents[1] / "build" / "emulator"
 HEADERS = (".h", ".cuh")
@@ -29,17 +33,8 @@ class DoesNotCompile(Exception):
     pass
 
 
-@functools.cache
-def table():
-    """The module csrc/instances.py."""
-    spec = importlib.util.spec_from_file_location("flashattn_instances", CSRC / "instances.py")
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # dataclasses look it up
-    spec.loader.exec_module(module)
-    return module
-
-
 def cuda_rows() -> list:
-    return [row for module in table().CUDA_MODULES for row in table().rows(module, "")]
+    return [row for module in TABLE.CUDA_MODULES for row in TABLE.rows(module, "")]
 
 
 def serves_others(row, chosen: list) -> bool:
@@ -100,7 +95,7 @@ def build(out: Path, rows: str = "", optimise: str = "-O2", fault: tuple[str, st
         units.append(out / "units" / f"{row.name}.cpp")
         write(units[-1], row.unit())
     registry = out / "units" / "registry.cpp"
-    write(registry, table().registry(chosen, "cpu", [], 0))
+    write(registry, TABLE.registry(chosen, "cpu", [], 0))
     with ThreadPoolExecutor(jobs) as pool:
         compiled = [pool.submit(compile_source, unit, out / "csrc", optimise, out / "objects")
                     for unit in (*units, registry)]

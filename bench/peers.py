@@ -1,6 +1,8 @@
 """What is compared.  A peer says whether it is here and whether it takes a shape, and prepares one call."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -18,8 +20,9 @@ class Peer:
 
     heads_first = False  # takes and returns (B, H, S, D) rather than (B, S, H, D)
 
-    def __init__(self, name: str):
+    def __init__(self, name: str, text: str = ""):
         self.name = name
+        self.text = text  # what it is, for readers of a table
 
     def missing(self) -> str:
         """Why it cannot run on this machine; empty if it can."""
@@ -29,13 +32,24 @@ class Peer:
         """Why it does not compute this shape; empty if it does."""
         return ""
 
-    def bind(self, shape: Shape) -> Attend:
+    def bind(self, shape: Shape, device: torch.device) -> Attend:
         """The function (q, k, v) -> out of this shape, with nothing between it and the implementation."""
         raise NotImplementedError
 
+    def setting(self) -> AbstractContextManager:
+        """Around calls, outside of their time."""
+        return nullcontext()
+
+    def kernel(self, shape: Shape, inputs: tuple[Tensor, ...]) -> str:
+        """The name of the kernel that serves the shape, where it can be asked for."""
+        return ""
+
     def layout(self, tensor: Tensor) -> Tensor:
-        """A copy from (B, S, H, D) in the layout that the peer likes best, or back; never timed."""
-        return tensor.transpose(1, 2).contiguous() if self.heads_first else tensor.clone()
+        """A copy from (B, S, H, D) in the layout that the peer likes best, or back; never timed.
+
+        Packed tensors are the same without B.
+        """
+        return tensor.transpose(-3, -2).contiguous() if self.heads_first else tensor.clone()
 
     def results(self, returned: Tensor | tuple[Tensor, ...]) -> list[Tensor]:
         """What a prepared call returned, in (B, S, H, D)."""
@@ -45,7 +59,7 @@ class Peer:
     def prepare(self, shape: Shape, inputs: tuple[Tensor, ...]) -> Callable[[], Tensor | tuple[Tensor, ...]]:
         """One timed call of the shape: out, or (dq, dk, dv), in the peer's layout."""
         q, k, v, dout = (self.layout(tensor) for tensor in inputs)
-        attend = self.bind(shape)
+        attend = self.bind(shape, q.device)
         if not shape.differentiates:
             return lambda: attend(q, k, v)
         leaves = [tensor.requires_grad_() for tensor in (q, k, v)]
@@ -64,39 +78,107 @@ class Ours(Peer):
             return str(error)
         return ""
 
-    def bind(self, shape: Shape) -> Attend:
+    def options(self, shape: Shape, device: torch.device) -> dict:
+        chosen = {"causal": shape.causal, "window": shape.window}
+        if shape.softcap:
+            chosen["softcap"] = shape.softcap
+        if shape.alibi:
+            chosen["alibi_slopes"] = shape.slopes(device)
+        if shape.lengths:
+            chosen |= {"cu_seqlens_q": shape.bounds(device), "max_seqlen_q": shape.Sq,
+                       "cu_seqlens_k": shape.bounds(device), "max_seqlen_k": shape.Sk}
+        return chosen
+
+    def bind(self, shape: Shape, device: torch.device) -> Attend:
         import flashattn
         function = flashattn.decode if shape.op == "decode" else flashattn.forward
-        return partial(function, causal=shape.causal, window=shape.window)
+        return partial(function, **self.options(shape, device))
+
+    def kernel(self, shape: Shape, inputs: tuple[Tensor, ...]) -> str:
+        import flashattn
+        q, k, v, _ = inputs
+        op = shape.op.rpartition("+")[2]
+        return flashattn.explain(q, k, v, op=op, **self.options(shape, q.device)).kernel or ""
 
 
 class Sdpa(Peer):
-    """torch's scaled_dot_product_attention, on any device; without backends torch chooses one itself."""
+    """torch's scaled_dot_product_attention, on any device; without a backend torch chooses one itself."""
 
     heads_first = True
 
-    def __init__(self, name: str, *backends: SDPBackend):
-        super().__init__(name)
-        self.backends = list(backends)
+    def __init__(self, name: str, text: str = "", backend: SDPBackend | None = None):
+        super().__init__(name, text)
+        self.backend = backend
+
+    def missing(self) -> str:
+        if self.backend is SDPBackend.CUDNN_ATTENTION:
+            if not torch.cuda.is_available():
+                return "no CUDA device"
+            if not torch.backends.cudnn.is_available():
+                return "this torch has no cuDNN"
+        return ""
 
     def refuses(self, shape: Shape) -> str:
         if shape.window is not None:
             return "no window without a dense mask"
+        if shape.softcap:
+            return "no soft cap"
+        if shape.alibi:
+            return "no ALiBi without a dense bias"
+        if shape.lengths:
+            return "no packed batches"
         if shape.causal and shape.Sq not in (1, shape.Sk):
             return "is_causal aligns top-left: another problem when Sq != Sk"
+        if self.backend is SDPBackend.FLASH_ATTENTION and shape.D != shape.Dv:
+            return "no other head dim for v"
         return ""
 
-    def bind(self, shape: Shape) -> Attend:
-        attend = partial(F.scaled_dot_product_attention, is_causal=shape.causal and shape.Sq > 1,
-                         enable_gqa=shape.Hq != shape.Hk)
-        if not self.backends:
-            return attend
+    def bind(self, shape: Shape, device: torch.device) -> Attend:
+        return partial(F.scaled_dot_product_attention, is_causal=shape.causal and shape.Sq > 1,
+                       enable_gqa=shape.Hq != shape.Hk)
 
-        def forced(q, k, v):
-            with sdpa_kernel(self.backends):
-                return attend(q, k, v)
+    def setting(self) -> AbstractContextManager:
+        return sdpa_kernel(self.backend) if self.backend else nullcontext()
 
-        return forced
+
+class Fa3(Peer):
+    """FlashAttention-3 as PyPI's fa3-fwd 0.0.3 builds it: forward only, no float16, no window."""
+
+    def missing(self) -> str:
+        if not torch.cuda.is_available():
+            return "no CUDA device"
+        if torch.cuda.get_device_capability()[0] not in (8, 9):
+            return "it has kernels for compute capability 8 and 9 only"
+        try:
+            import fa3_fwd_interface  # noqa: F401
+        except Exception as error:  # a library built for another torch fails in its own ways
+            return f"{reason(error)} (pip install --no-deps fa3-fwd==0.0.3)"
+        return ""
+
+    def refuses(self, shape: Shape) -> str:
+        if shape.op != "forward":
+            return "forward only"
+        if shape.dtype != "bfloat16":
+            return f"built without {shape.dtype}"
+        if shape.window is not None:
+            return "built without windows"
+        if shape.alibi:
+            return "no ALiBi"
+        if shape.D % 8 or shape.Dv % 8 or shape.D > 256:
+            return "head dims are multiples of 8 up to 256"
+        if shape.D != shape.Dv and not (128 < shape.D <= 192 and 96 < shape.Dv <= 128
+                                        or shape.D <= 64 and shape.Dv <= 512):
+            return "not with this head dim of v"
+        return ""
+
+    def bind(self, shape: Shape, device: torch.device) -> Attend:
+        import fa3_fwd_interface as fa3
+        if not shape.lengths:
+            return partial(fa3.flash_attn_func, causal=shape.causal, softcap=shape.softcap)
+        bounds = shape.bounds(device)
+        return partial(fa3.flash_attn_varlen_func, cu_seqlens_q=bounds, cu_seqlens_k=bounds,
+                       max_seqlen_q=shape.Sq, max_seqlen_k=shape.Sk, causal=shape.causal,
+                       softcap=shape.softcap)
 
 
 class Plain(Peer):
@@ -107,18 +189,29 @@ class Plain(Peer):
     def refuses(self, shape: Shape) -> str:
         return "a query without a key is NaN" if shape.Sq - shape.Sk > shape.reach[1] else ""
 
-    def bind(self, shape: Shape) -> Attend:
-        hidden = None
-        if shape.causal or shape.window is not None:
+    def bind(self, shape: Shape, device: torch.device) -> Attend:
+        if shape.lengths:
+            each = [self.bind(replace(shape, Sq=S, Sk=S, lengths=()), device) for S in shape.lengths]
+            return lambda q, k, v: torch.cat([
+                attend(*part) for attend, *part in
+                zip(each, *(tensor.split(shape.lengths, -2) for tensor in (q, k, v)), strict=True)], -2)
+        hidden = bias = None
+        if shape.causal or shape.window is not None or shape.alibi:
             left, right = shape.reach
-            offset = torch.arange(shape.Sk) - (torch.arange(shape.Sq)[:, None] + shape.Sk - shape.Sq)
+            centre = torch.arange(shape.Sq, device=device)[:, None] + shape.Sk - shape.Sq
+            offset = torch.arange(shape.Sk, device=device) - centre
             hidden = (offset < -left) | (offset > right)
+            bias = -shape.slopes(device)[:, None, None] * offset.abs() if shape.alibi else None
         group = shape.Hq // shape.Hk
 
         def attend(q, k, v):
             if group > 1:
-                k, v = (tensor.repeat_interleave(group, 1) for tensor in (k, v))
-            scores = q @ (k * shape.D**-0.5).transpose(2, 3)
+                k, v = (tensor.repeat_interleave(group, -3) for tensor in (k, v))
+            scores = q @ (k * shape.D**-0.5).transpose(-2, -1)
+            if shape.softcap:
+                scores = shape.softcap * (scores / shape.softcap).tanh()
+            if bias is not None:
+                scores = (scores + bias).to(scores.dtype)
             if hidden is not None:
                 scores = scores.masked_fill(hidden, float("-inf"))
             return scores.softmax(-1) @ v
@@ -126,15 +219,29 @@ class Plain(Peer):
         return attend
 
 
+def reason(error: BaseException) -> str:
+    """An error in one line."""
+    return f"{type(error).__name__}: {error}".splitlines()[0][:200]
+
+
 PEERS = {peer.name: peer for peer in (
-    Ours("ours"), Sdpa("sdpa"), Sdpa("sdpa_flash", SDPBackend.FLASH_ATTENTION), Plain("plain"))}
+    Ours("ours"),
+    Sdpa("sdpa", "torch's scaled_dot_product_attention"),
+    Sdpa("sdpa_flash", "FlashAttention-2, torch's FLASH_ATTENTION", SDPBackend.FLASH_ATTENTION),
+    Sdpa("cudnn", "cuDNN, torch's CUDNN_ATTENTION", SDPBackend.CUDNN_ATTENTION),
+    Fa3("fa3", "FlashAttention-3, PyPI's fa3-fwd"),
+    Plain("plain", "standard attention"))}
 
 
-def present(names: list[str]) -> list[Peer]:
-    """The named peers that can run here; prints why the others cannot."""
+def present(names: list[str]) -> tuple[list[Peer], list[dict]]:
+    """The named peers that can run here, and why the others cannot, which is printed too."""
+    here, missing = [], []
     for name in names:
         if name not in PEERS:
             raise SystemExit(f"peer {name!r}: expected one of {', '.join(PEERS)}")
-        if reason := PEERS[name].missing():
-            print(f"without {name}: {reason}")
-    return [PEERS[name] for name in names if not PEERS[name].missing()]
+        if why := PEERS[name].missing():
+            print(f"without {name}: {why}")
+            missing.append({"peer": name, "reason": why})
+        else:
+            here.append(PEERS[name])
+    return here, missing

@@ -10,15 +10,37 @@ import subprocess
 from collections.abc import Iterable
 from dataclasses import asdict
 from datetime import datetime, timezone
+from importlib import metadata
 from pathlib import Path
 
 import torch
 
 from .memory import METHOD
+from .peers import PEERS
 from .shapes import Shape
 
 ROOT = Path(__file__).parent.parent
+FOLDER = ROOT / "bench" / "results"
 BLOCK = re.compile(r"(?<=<!-- bench:begin -->\n).*?(?=<!-- bench:end -->)", re.DOTALL)
+
+
+def cards() -> list[dict]:
+    """The driver, and the clock (MHz), power (W) and temperature (C) of every card now; empty without any."""
+    fields = ["driver_version", "clocks.sm", "power.draw", "temperature.gpu"]
+    query = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
+    try:
+        lines = subprocess.run(query, capture_output=True, text=True, check=True).stdout.splitlines()
+    except (OSError, subprocess.CalledProcessError):
+        return []
+    return [dict(zip(fields, line.split(", "), strict=True)) for line in lines]
+
+
+def version(package: str) -> str:
+    """The installed one; empty if there is none."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""
 
 
 def machine() -> dict:
@@ -28,6 +50,7 @@ def machine() -> dict:
         model = platform.processor() or platform.machine()
     return {"cpu": model, "capability": torch.backends.cpu.get_cpu_capability(), "cores": os.cpu_count(),
             "threads": torch.get_num_threads(), "load": os.getloadavg()[0], "torch": torch.__version__,
+            "cudnn": torch.backends.cudnn.version(), "fa3": version("fa3-fwd"), "state": cards(),
             "python": platform.python_version(), "system": f"{platform.system()} {platform.machine()}",
             "cards": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]}
 
@@ -43,22 +66,30 @@ def commit() -> str:
 
 def row(shape: Shape, measured: dict) -> dict:
     """One line of a result: the problem, then what was measured."""
-    return {**asdict(shape), "window": list(shape.window or ()), **measured}
+    return {**asdict(shape), "window": list(shape.window or ()), "lengths": list(shape.lengths), **measured}
 
 
 def add_ratios(rows: list[dict]) -> None:
-    """ratio = time of the peer / ours on the same shape: above 1, ours is faster."""
-    ours = {r["name"]: r["seconds"] for r in rows if r["peer"] == "ours"}
+    """ratio = time of the peer / ours on the same shape: above 1, ours is faster.  Our row names the best."""
+    ours = {r["name"]: r for r in rows if r["peer"] == "ours"}
     for r in rows:
         if r["peer"] != "ours" and r["name"] in ours:
-            r["ratio"] = r["seconds"] / ours[r["name"]]
+            r["ratio"] = r["seconds"] / ours[r["name"]]["seconds"]
+    for name, best in fastest(rows).items():
+        ours[name] |= {"best_peer": best["peer"], "best_ratio": best["ratio"]}
 
 
-def record(name: str, command: str, rows: list[dict], sources: str | None = None) -> dict:
+def fastest(rows: Iterable[dict]) -> dict[str, dict]:
+    """The row of the fastest peer of each shape that has a ratio."""
+    groups = grouped((r for r in rows if "ratio" in r), "name")
+    return {name: min(group, key=lambda r: r["ratio"]) for (name,), group in groups.items()}
+
+
+def record(name: str, command: str, rows: list[dict], sources: str | None = None, **more) -> dict:
     """What is kept of a run; ``sources`` is their commit where there is no repository to ask."""
     date = datetime.now(timezone.utc).isoformat(timespec="seconds")
     return {"name": name, "command": command, "date": date, "commit": sources or commit(),
-            "machine": machine(), "rows": rows}
+            "machine": machine(), **more, "rows": rows}
 
 
 def save(result: dict, folder: Path) -> None:
@@ -85,6 +116,10 @@ def duration(seconds: float) -> str:
     return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
 
 
+def rate(gflops: float) -> str:
+    return f"{gflops:.3g} GFLOP/s" if gflops < 1e3 else f"{gflops / 1e3:.4g} TFLOP/s"
+
+
 def geometric_mean(values: list[float]) -> float:
     return math.exp(sum(map(math.log, values)) / len(values))
 
@@ -98,32 +133,68 @@ def grouped(rows: Iterable[dict], *fields: str) -> dict[tuple, list[dict]]:
 
 
 def timing_table(rows: list[dict]) -> str:
-    """One line per shape: time, spread and GFLOP/s (from one up) of each peer, then the ratios."""
+    """One line per shape: time, spread and rate (from 1 GFLOP/s up) of each peer, then the ratios.
+
+    With several peers the last column is the lowest ratio and whose it is.
+    """
     peers = [peer for peer, in grouped(rows, "peer")]
     rivals = [peer for peer, in grouped((r for r in rows if "ratio" in r), "peer")]
-    lines = []
+    best, lines = fastest(rows) if len(rivals) > 1 else {}, []
     for (name,), group in grouped(rows, "name").items():
         times, ratios = dict.fromkeys(peers, ""), dict.fromkeys(rivals, "")
         for r in group:
-            rate = f", {r['gflops']:.3g} GFLOP/s" if r["gflops"] >= 1 else ""
-            times[r["peer"]] = f"{duration(r['seconds'])} ±{r['spread']:.0%}{rate}"
+            work = f", {rate(r['gflops'])}" if r["gflops"] >= 1 else ""
+            times[r["peer"]] = f"{duration(r['seconds'])} ±{r['spread']:.0%}{work}"
             if "ratio" in r:
                 ratios[r["peer"]] = f"{r['ratio']:.2f}"
         lines.append([name, *times.values(), *ratios.values()])
-    return table(["shape", *peers, *(f"{peer} / ours" for peer in rivals)], lines)
+        if best:
+            lines[-1].append(f"{best[name]['ratio']:.2f} {best[name]['peer']}" if name in best else "")
+    header = ["shape", *peers, *(f"{peer} / ours" for peer in rivals)]
+    return table([*header, "best / ours"] if best else header, lines)
 
 
 def summary_table(rows: list[dict]) -> str:
-    """One line per operation, dtype and peer: both rates, the lowest ratio and the geometric mean of all."""
+    """One line per operation, dtype and peer: both rates, the lowest ratio and the geometric mean of all.
+
+    Where an operation has several peers, its first line is the fastest of them on each shape.
+    """
     ours, lines = {r["name"]: r for r in rows if r["peer"] == "ours"}, []
-    for kind, group in grouped((r for r in rows if "ratio" in r), "op", "dtype", "peer").items():
+    rated = [r for r in rows if "ratio" in r]
+    unit, size = ("TFLOP/s", 1e3) if min((r["gflops"] for r in rows), default=0) >= 1e3 else ("GFLOP/s", 1)
+
+    def line(op, dtype, peer, group):
         worst = min(group, key=lambda r: r["ratio"])
-        rates = [[r["gflops"] for r in side] for side in ([ours[r["name"]] for r in group], group)]
-        lines.append([*kind, str(len(group)), *(f"{min(rate):.3g} to {max(rate):.3g}" for rate in rates),
-                      f"{geometric_mean([r['ratio'] for r in group]):.2f}",
-                      f"{worst['ratio']:.2f} at {worst['name']}"])
-    header = ["op", "dtype", "peer", "shapes", "our GFLOP/s", "the peer's", "mean ratio", "lowest ratio"]
+        rates = [[r["gflops"] / size for r in side] for side in ([ours[r["name"]] for r in group], group)]
+        which = f" ({worst['peer']})" if peer == "best" else ""
+        return [op, dtype, peer, str(len(group)), *(f"{min(some):.3g} to {max(some):.3g}" for some in rates),
+                f"{geometric_mean([r['ratio'] for r in group]):.2f}",
+                f"{worst['ratio']:.2f} at {worst['name']}{which}"]
+
+    for kind, group in grouped(rated, "op", "dtype").items():
+        peers = grouped(group, "peer")
+        if len(peers) > 1:
+            lines.append(line(*kind, "best", list(fastest(group).values())))
+        lines += [line(*kind, peer, some) for (peer,), some in peers.items()]
+    header = ["op", "dtype", "peer", "shapes", f"our {unit}", "the peer's", "mean ratio", "lowest ratio"]
     return table(header, lines)
+
+
+def unrivalled(rows: list[dict]) -> str:
+    """The shapes that only we computed, with our rates; empty if there is none."""
+    alone = [group[0] for group in grouped(rows, "name").values() if [r["peer"] for r in group] == ["ours"]]
+    return "No peer here computes " + ", ".join(
+        f"{r['name']} (ours {rate(r['gflops'])})" for r in alone) + "." if alone else ""
+
+
+def missing_text(missing: list[dict]) -> str:
+    """One line per peer and reason; where it is about shapes, with their number."""
+    lines = []
+    for (peer, why), group in grouped(missing, "peer", "reason").items():
+        names = [r["name"] for r in group if "name" in r]
+        where = f", {names[0]}" if len(names) == 1 else f", {len(names)} shapes" if names else ""
+        lines.append(f"without {peer}{where}: {why}")
+    return "\n".join(lines)
 
 
 def memory_table(rows: list[dict]) -> str:
@@ -134,33 +205,54 @@ def memory_table(rows: list[dict]) -> str:
                            f"{r['score_bytes'] / 1e9:.2f} GB"] for r in rows))
 
 
+IN_TURN = ("Ours and each peer in turn on the same shapes; a ratio is the peer's time over ours:\n"
+           "above 1 ours is faster.  The mean is geometric.")
 SECTIONS = {  # recorded name -> title, what it shows, the table
-    "cuda": ("Speed on a CUDA device", "bf16, ours and FlashAttention-2 (torch's FLASH_ATTENTION) in turn\n"
-             "on the same shapes; a ratio is the peer's time over ours: above 1 ours is faster.  The\n"
-             "mean is geometric.", summary_table),
-    "cpu": ("Speed", "Ours and each peer in turn on the same shapes; a ratio is the peer's time over ours:\n"
-            "above 1 ours is faster.  The mean is geometric.", summary_table),
+    "cuda": ("Speed on a CUDA device", IN_TURN, summary_table),
+    "graphs": ("Small forwards on a CUDA device", "bfloat16, in CUDA graphs of 8 calls, so that the "
+               "host's part is not timed, and with\ninputs that are in no cache.", timing_table),
+    "cpu": ("Speed", IN_TURN, summary_table),
     "memory": ("Peak memory of a forward", METHOD, memory_table),
     "overhead": ("Host cost of a small call", "Tensors so small that the time is that of the call itself.",
                  timing_table),
 }
 
 
+def host(machine: dict, on_card: bool) -> str:
+    if not on_card:
+        return "{cpu} ({capability}, {cores} cores, {threads} threads), torch {torch}".format(**machine)
+    parts = [machine["cards"][0], f"torch {machine['torch']}"]
+    if number := machine.get("cudnn"):
+        parts.append(f"cuDNN {number // 10000}.{number % 10000 // 100}.{number % 100}")
+    if machine.get("fa3"):
+        parts.append(f"fa3-fwd {machine['fa3']}")
+    if machine.get("state"):
+        parts.append(f"driver {machine['state'][0]['driver_version']}")
+    return ", ".join(parts)
+
+
+def section(result: dict) -> str:
+    """One record as a part of the README."""
+    name, rows = result["name"], result["rows"]
+    title, text, tables = SECTIONS[name]
+    parts = [text, tables(rows)]
+    if on_card := name in ("cuda", "graphs"):
+        parts[0] += "".join(f"\n{peer}: {PEERS[peer].text}." for peer, in grouped(rows, "peer")
+                            if peer in PEERS and PEERS[peer].text)
+        if len(grouped((r for r in rows if "ratio" in r), "peer")) > 1:
+            parts[0] += "\nbest: of each shape the fastest of these."
+        absent = missing_text([r for r in result.get("missing", []) if "name" not in r])
+        parts += [note for note in (unrivalled(rows), absent) if note]
+    parts.append(f"`{result['command']}` on {host(result['machine'], on_card)},\n"
+                 f"commit {result['commit']}, {result['date']}.  "
+                 f"Every row: [{name}.csv](bench/results/{name}.csv).")
+    return f"### {title}\n\n" + "\n\n".join(parts) + "\n"
+
+
 def report(folder: Path) -> str:
     """The README's figures, all of them from the recorded results."""
-    parts = []
-    for name, (title, text, tables) in SECTIONS.items():
-        path = folder / f"{name}.json"
-        if path.exists():
-            result = json.loads(path.read_text())
-            host = "{cpu} ({capability}, {cores} cores, {threads} threads), torch {torch}"
-            if name == "cuda":
-                host = f"{result['machine']['cards'][0]}, torch {{torch}}"
-            source = (f"`{result['command']}` on {host.format(**result['machine'])},\n"
-                      f"commit {result['commit']}, {result['date']}.  "
-                      f"Every row: [{name}.csv](bench/results/{name}.csv).")
-            parts.append(f"### {title}\n\n{text}\n\n{tables(result['rows'])}\n\n{source}\n")
-    return "\n".join(parts)
+    paths = [folder / f"{name}.json" for name in SECTIONS]
+    return "\n".join(section(json.loads(path.read_text())) for path in paths if path.exists())
 
 
 def insert(readme: str, block: str) -> str:

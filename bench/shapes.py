@@ -1,6 +1,8 @@
 """The named problems: one entry per thing that is timed, in sets that a command runs together."""
 
-from dataclasses import dataclass
+import math
+import random
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -11,7 +13,11 @@ PASSES = {"forward": 1.0, "decode": 1.0, "backward": 2.5, "forward+backward": 3.
 
 @dataclass(frozen=True)
 class Shape:
-    """q (B, Sq, Hq, D), k (B, Sk, Hk, D), v (B, Sk, Hk, Dv), by the rules of flashattn.forward."""
+    """q (B, Sq, Hq, D), k (B, Sk, Hk, D), v (B, Sk, Hk, Dv), by the rules of flashattn.forward.
+
+    With ``lengths`` the batch is packed, (total, heads, head dim): B sequences of these lengths attend to
+    themselves, and Sq = Sk is the longest.
+    """
 
     name: str
     op: str  # a key of PASSES
@@ -25,6 +31,9 @@ class Shape:
     causal: bool = False
     window: tuple[int, int] | None = None
     dtype: str = "float32"
+    softcap: float = 0.0
+    alibi: bool = False  # with the slopes of `slopes`
+    lengths: tuple[int, ...] = ()
 
     @property
     def differentiates(self) -> bool:
@@ -37,58 +46,109 @@ class Shape:
         return left, 0 if self.causal else right
 
     def visible_pairs(self) -> int:
-        """Pairs (query, key) of one head that the mask lets through."""
+        """Pairs (query, key) of one head that the mask lets through, over the whole batch."""
+        if self.lengths:
+            return sum(replace(self, B=1, Sq=S, Sk=S, lengths=()).visible_pairs() for S in self.lengths)
         left, right = self.reach
         centre = torch.arange(self.Sq) + self.Sk - self.Sq
         first, last = (centre - left).clamp(min=0), (centre + right).clamp(max=self.Sk - 1)
-        return int((last - first + 1).clamp(min=0).sum())
+        return self.B * int((last - first + 1).clamp(min=0).sum())
 
     def flops(self) -> float:
         """Floating-point operations of the visible pairs: 2 (D + Dv) each in a forward (4 D when D = Dv)."""
-        return PASSES[self.op] * 2 * (self.D + self.Dv) * self.visible_pairs() * self.B * self.Hq
+        return PASSES[self.op] * 2 * (self.D + self.Dv) * self.visible_pairs() * self.Hq
 
     def score_bytes(self) -> int:
         """Size of the one (B, Hq, Sq, Sk) score matrix that standard attention writes, in the dtype of q."""
         return self.B * self.Hq * self.Sq * self.Sk * getattr(torch, self.dtype).itemsize
 
+    def sizes(self) -> tuple[tuple[int, ...], ...]:
+        """Of q, k, v and the output."""
+        packed = (sum(self.lengths),)
+        queries, keys = (packed, packed) if self.lengths else ((self.B, self.Sq), (self.B, self.Sk))
+        return ((*queries, self.Hq, self.D), (*keys, self.Hk, self.D), (*keys, self.Hk, self.Dv),
+                (*queries, self.Hq, self.Dv))
+
+    def input_bytes(self) -> int:
+        """Of q, k and v."""
+        return sum(map(math.prod, self.sizes()[:3])) * getattr(torch, self.dtype).itemsize
+
     def inputs(self, device: str = "cpu") -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Random q, k, v and the gradient of the output, the same for every peer."""
         generator = torch.Generator(device).manual_seed(0)
-        sizes = ((self.B, self.Sq, self.Hq, self.D), (self.B, self.Sk, self.Hk, self.D),
-                 (self.B, self.Sk, self.Hk, self.Dv), (self.B, self.Sq, self.Hq, self.Dv))
         return tuple(torch.randn(size, generator=generator, device=device, dtype=getattr(torch, self.dtype))
-                     for size in sizes)
+                     for size in self.sizes())
+
+    def bounds(self, device: torch.device) -> Tensor:
+        """cu_seqlens of a packed batch."""
+        return torch.tensor([0, *self.lengths], device=device).cumsum(0).int()
+
+    def slopes(self, device: torch.device) -> Tensor:
+        """ALiBi's slopes of the heads, 2^(-8/Hq) to 2^-8."""
+        return torch.exp2(torch.arange(1, self.Hq + 1, device=device) * (-8 / self.Hq))
 
 
 def _square(name: str, op: str, S: int, H: int, D: int, **options) -> Shape:
     return Shape(name, op, 1, S, S, H, H, D, D, **options)
 
 
-def _model(name: str, op: str, B: int, S: int, Hq: int, Hk: int, D: int, causal: bool) -> Shape:
-    return Shape(f"{op}-{name}", op, B, S, S, Hq, Hk, D, D, causal=causal, dtype="bfloat16")
+def _model(name: str, op: str, B: int, S: int, Hq: int, Hk: int, D: int, causal: bool, **options) -> Shape:
+    return Shape(f"{op}-{name}", op, B, S, S, Hq, Hk, D, causal=causal,
+                 **{"Dv": D, "dtype": "bfloat16", **options})
 
+
+def _mask(causal: bool) -> str:
+    return "causal" if causal else "full"
+
+
+def _grid(op: str, lengths: dict[int, tuple[int, ...]], label: str = "", **options) -> list[Shape]:
+    """16,384 tokens and 2,048 columns: the lengths of every head dim, the short ones first."""
+    return [_model(f"{label}d{D}-s{S}-{_mask(causal)}", op, 16384 // S, S, 2048 // D, 2048 // D, D, causal,
+                   **options)
+            for S in sorted(set(sum(lengths.values(), ()))) for D, some in lengths.items() if S in some
+            for causal in (False, True)]
+
+
+def _uneven(name: str, longest: int, B: int, Hq: int, Hk: int, D: int) -> list[Shape]:
+    """A packed causal batch of random lengths, and the dense one with about as many visible pairs."""
+    generator = random.Random(0)
+    lengths = tuple(1 + int(longest * generator.random()) for _ in range(B))
+    packed = _model(name, "forward", B, max(lengths), Hq, Hk, D, True, lengths=lengths)
+    even = 128 * round(math.sqrt(2 * packed.visible_pairs() / B) / 128)
+    return [packed, _model(f"{name}-equal", "forward", B, even, Hq, Hk, D, True)]
+
+
+_MODELS = (("llama3-8b", 2, 8192, 32, 8, 128, True), ("llama3-70b", 1, 8192, 64, 8, 128, True),
+           ("d96", 2, 8192, 16, 16, 96, True), ("d80-vit", 16, 1024, 16, 16, 80, False),
+           ("short", 128, 128, 16, 16, 64, False))
 
 SETS = {
     # Heads shrink as S grows: a call of any row takes between 10 ms and a few seconds on two cores.
     "cpu": [
-        _square(f"{op}-{dtype}-d{D}-s{S}-{'causal' if causal else 'full'}", op, S, H, D,
-                causal=causal, dtype=dtype)
+        _square(f"{op}-{dtype}-d{D}-s{S}-{_mask(causal)}", op, S, H, D, causal=causal, dtype=dtype)
         for op in ("forward", "backward") for dtype in ("float32", "bfloat16") for D in (64, 128)
         for S, H in ((1024, 8), (4096, 2)) for causal in (False, True)
     ],
-    # 16,384 tokens and 2,048 columns, and what models run.
+    # Squares, what models run, and packed against dense.
     "cuda": [
-        _model(f"d{D}-s{S}-{'causal' if causal else 'full'}", op, 16384 // S, S, 2048 // D, 2048 // D, D,
-               causal)
-        for op, lengths in (
-            ("forward", {128: (512, 2048, 8192, 16384), 64: (2048, 16384), 256: (2048, 16384)}),
-            ("backward", {128: (2048, 8192, 16384), 64: (8192,), 256: (8192,)}))
-        for D, some in lengths.items() for causal in (False, True) for S in some
-    ] + [
-        _model(name, op, *sizes) for op in ("forward", "backward") for name, *sizes in (
-            ("llama3-8b", 2, 8192, 32, 8, 128, True), ("llama3-70b", 1, 8192, 64, 8, 128, True),
-            ("d96", 2, 8192, 16, 16, 96, True), ("d80-vit", 16, 1024, 16, 16, 80, False),
-            ("short", 128, 128, 16, 16, 64, False))
+        *_grid("forward", {128: (512, 2048, 8192, 16384), 64: (2048, 16384), 256: (2048, 16384)}),
+        *(_model(name, "forward", *sizes) for name, *sizes in _MODELS),
+        _model("mla-192-128", "forward", 1, 8192, 16, 16, 192, True, Dv=128),
+        _model("window-1024", "forward", 1, 16384, 32, 8, 128, True, window=(1023, 0)),
+        _model("softcap-50", "forward", 2, 8192, 16, 16, 128, True, softcap=50.0),
+        _model("alibi", "forward", 2, 8192, 16, 16, 128, True, alibi=True),
+        *_uneven("varlen", 4096, 64, 32, 8, 128),
+        *_grid("forward", {128: (2048, 8192)}, "float16-", dtype="float16"),
+        *_grid("backward", {128: (2048, 8192, 16384), 64: (8192,), 256: (8192,)}),
+        *(_model(name, "backward", *sizes) for name, *sizes in _MODELS),
+    ],
+    # Of a size where the host's part would be seen: timed inside CUDA graphs.
+    "graphs": [
+        _model(f"b{B}-s{S}-h{H}-d{D}-{_mask(causal)}", "forward", B, S, H, H, D, causal)
+        for B, S, H, D, causal in ((32, 512, 16, 128, False), (32, 512, 16, 128, True),
+                                   (4, 512, 16, 128, True), (1, 512, 32, 128, True),
+                                   (1, 2048, 32, 128, True), (128, 128, 16, 64, False),
+                                   (1, 128, 16, 64, False))
     ],
     # Almost no arithmetic: the time is Python, dispatcher, checks and allocation.
     "overhead": [

@@ -1,15 +1,24 @@
 """Interleaved timing: every peer in turn in every round, so that clock, heat and load touch all alike."""
 
 import gc
+import itertools
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
-from .peers import Peer
+from .peers import Peer, reason
 from .shapes import Shape
+
+T = TypeVar("T")
+GRAPH_CALLS = 8  # in one CUDA graph
+GRAPH_BYTES = 400e6  # of inputs that are used in turn: several times what the L2 cache holds
+GRAPH_INPUTS = 512  # at most
 
 
 def spread(samples: list[float]) -> float:
@@ -26,24 +35,28 @@ def interleave(
     max_rounds: int = 31,
     sample_s: float = 2e-3,
     settled: float = 0.01,
+    settings: Mapping[str, Callable[[], AbstractContextManager]] | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, list[float]]:
     """Seconds a call, one sample a round and peer; the calls are warm.
 
     Short calls are repeated until a sample lasts `sample_s`.  Rounds end when every spread over the root of
     the number of rounds is below `settled` (from five rounds on), when another round would pass `budget_s`,
-    or at `max_rounds`; never before `min_rounds`.  Each round starts with the next peer.
+    or at `max_rounds`; never before `min_rounds`.  Each round starts with the next peer.  A sample is taken
+    inside `settings[name]()`, whose own time does not count.
     """
-    def seconds(call, repeats):
-        begin = clock()
-        for _ in range(repeats):
-            call()
-        return (clock() - begin) / repeats
+    def seconds(name, repeats):
+        call = calls[name]
+        with settings[name]() if settings else nullcontext():
+            begin = clock()
+            for _ in range(repeats):
+                call()
+            return (clock() - begin) / repeats
 
     start = clock()
     repeats = {name: 1 for name in calls}
-    for name, call in calls.items():
-        while repeats[name] * (once := seconds(call, repeats[name])) < sample_s:
+    for name in calls:
+        while repeats[name] * (once := seconds(name, repeats[name])) < sample_s:
             repeats[name] = max(2 * repeats[name], min(math.ceil(sample_s / once), 10 * repeats[name]))
     samples = {name: [] for name in calls}
     order = list(calls)
@@ -53,7 +66,7 @@ def interleave(
         for done in range(max_rounds):
             begin = clock()
             for name in order:
-                samples[name].append(seconds(calls[name], repeats[name]))
+                samples[name].append(seconds(name, repeats[name]))
             order.append(order.pop(0))
             now = clock()
             if done + 1 >= min_rounds and now - start + (now - begin) > budget_s:
@@ -85,18 +98,109 @@ def cuda_clock() -> float:
     return time.perf_counter()
 
 
-def time_shape(shape: Shape, peers: list[Peer], budget_s: float, device: str = "cpu") -> list[dict]:
-    """One row per peer that takes the shape: median seconds, spread, rounds and GFLOP/s."""
+@dataclass
+class Prepared:
+    """A peer's part in the timing of a shape."""
+
+    call: Callable[[], object]  # what is timed
+    count: int  # how often it calls the peer
+    results: list[torch.Tensor]  # of one of these, in (B, S, H, D)
+
+
+def eager(peer: Peer, shape: Shape, inputs: tuple[torch.Tensor, ...]) -> Prepared:
+    """One call, as it is."""
+    call = peer.prepare(shape, inputs)
+    return Prepared(call, 1, peer.results(call()))
+
+
+def input_sets(shape: Shape) -> int:
+    """How many sets of inputs the calls in graphs use in turn, so that none is still in the L2 cache."""
+    return min(max(2, math.ceil(GRAPH_BYTES / shape.input_bytes())), GRAPH_INPUTS)
+
+
+def capture(calls: list[Callable[[], T]]) -> tuple[list[torch.cuda.CUDAGraph], T]:
+    """The calls in turn, in as many graphs of GRAPH_CALLS as hold all; what the first call writes."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):  # what a library does at its first call must not be captured
+        for call in calls[:3]:
+            call()
+    torch.cuda.current_stream().wait_stream(side)
+    endless, graphs, returned = itertools.cycle(calls), [], []
+    for _ in range(math.ceil(len(calls) / GRAPH_CALLS)):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=graphs[0].pool() if graphs else None):
+            for call in itertools.islice(endless, GRAPH_CALLS):
+                out = call()
+                returned = returned or [out]
+        graphs.append(graph)
+    return graphs, returned[0]
+
+
+def graphed(peer: Peer, shape: Shape, inputs: tuple[torch.Tensor, ...]) -> Prepared:
+    """Many calls, replayed from CUDA graphs: the time of the device, not of the host."""
+    calls = [peer.prepare(shape, inputs) for _ in range(input_sets(shape))]
+    graphs, returned = capture(calls)
+
+    def replay(held=calls):  # the graphs read the tensors of the calls
+        for graph in graphs:
+            graph.replay()
+
+    replay()
+    return Prepared(replay, GRAPH_CALLS * len(graphs), peer.results(returned))
+
+
+def prepared(
+    shape: Shape, peers: list[Peer], make: Callable[[Peer], Prepared]
+) -> tuple[dict[str, Prepared], list[dict]]:
+    """What `make` gives for each peer that takes the shape, and why the others do not."""
+    made, missing = {}, []
+    for peer in peers:
+        why = peer.refuses(shape)
+        if not why:
+            try:
+                with peer.setting():
+                    made[peer.name] = make(peer)
+                continue
+            except Exception as error:  # whatever a library raises for what it cannot do
+                why = reason(error)
+        missing.append({"name": shape.name, "peer": peer.name, "reason": why})
+    return made, missing
+
+
+def time_shape(
+    shape: Shape,
+    peers: list[Peer],
+    budget_s: float,
+    device: str = "cpu",
+    how: Callable[..., Prepared] = eager,
+) -> tuple[list[dict], list[dict]]:
+    """One row per peer that takes the shape: median seconds of a call, spread, rounds and GFLOP/s.
+
+    Also {"name", "peer", "reason"} for each of the others.
+    """
     inputs = shape.inputs(device)
-    takers = [peer for peer in peers if not peer.refuses(shape)]
-    if not takers:
-        return []
+    # On a CUDA device a sample is long beside the host's part in starting it and waiting for it.
+    on_device = {"clock": cuda_clock, "sample_s": 20e-3} if device == "cuda" else {}
+
+    def make(peer):
+        made = how(peer, shape, inputs)
+        if device == "cuda":
+            torch.cuda.synchronize()  # the error of a kernel shows here
+        return made
+
     with torch.set_grad_enabled(shape.differentiates):
-        calls = {peer.name: peer.prepare(shape, inputs) for peer in takers}
-        warm_up = {peer.name: peer.results(calls[peer.name]()) for peer in takers}
-        check_agreement(shape, warm_up)
-        # On a CUDA device a sample is long beside the host's part in starting it and waiting for it.
-        on_device = {"clock": cuda_clock, "sample_s": 10e-3} if device == "cuda" else {}
-        samples = interleave(calls, budget_s=budget_s, **on_device)
-    return [{"peer": name, "seconds": (median := statistics.median(times)), "spread": spread(times),
-             "rounds": len(times), "gflops": shape.flops() / median / 1e9} for name, times in samples.items()]
+        takers, missing = prepared(shape, peers, make)
+        if not takers:
+            return [], missing
+        check_agreement(shape, {name: made.results for name, made in takers.items()})
+        samples = interleave({name: made.call for name, made in takers.items()}, budget_s=budget_s,
+                             settings={peer.name: peer.setting for peer in peers}, **on_device)
+    rows = []
+    for name, times in samples.items():
+        seconds = statistics.median(times) / takers[name].count
+        rows.append({"peer": name, "seconds": seconds, "spread": spread(times), "rounds": len(times),
+                     "gflops": shape.flops() / seconds / 1e9})
+        if kernel := next(peer for peer in peers if peer.name == name).kernel(shape, inputs):
+            rows[-1]["kernel"] = kernel
+    return rows, missing

@@ -37,11 +37,23 @@ void put_first(const Family& family) {
 
 int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// Whether base and strides are multiples of 16 bytes; the stride of a dimension of size 1 does not count.
-bool in_vectors(const Tensor4& x, const ForwardParams& p, int64_t rows, int64_t heads) {
-  const int64_t size = p.dtype == DType::f64 ? 8 : p.dtype == DType::f32 ? 4 : 2;
-  return reinterpret_cast<uintptr_t>(x.data) % 16 == 0 && (p.batch <= 1 || x.batch * size % 16 == 0) &&
-         (rows <= 1 || x.row * size % 16 == 0) && (heads <= 1 || x.head * size % 16 == 0);
+constexpr uint32_t need_if(bool needed, Need need) { return needed ? set_of(need) : 0; }
+
+// What the layout of a tensor needs; the stride of a dimension of size 1 does not count.
+uint32_t needs(const Tensor4& x, const Lengths& rows, int64_t heads, const ForwardParams& p) {
+  constexpr int64_t kTmaStride = int64_t{1} << 40, kTmaSize = int64_t{1} << 31;
+  const int64_t bytes = p.dtype == DType::f64 ? 8 : p.dtype == DType::f32 ? 4 : 2;
+  const struct {
+    int64_t size, stride;
+  } dims[] = {{rows.cu ? 1 : p.batch, x.batch}, {rows.total, x.row}, {heads, x.head}};
+  bool aligned = reinterpret_cast<uintptr_t>(x.data) % 16 == 0, addressed = true;
+  for (const auto& dim : dims) {
+    if (dim.size <= 1) continue;
+    const int64_t stride = dim.stride * bytes;
+    aligned &= stride % 16 == 0;
+    addressed &= stride > 0 && stride < kTmaStride && dim.size < kTmaSize;
+  }
+  return need_if(!aligned, Need::alignment) | need_if(!addressed, Need::addressing);
 }
 
 }  // namespace
@@ -80,25 +92,20 @@ Reasons*& explanation() {
   return reasons;
 }
 
-const char* beyond_plain(const ForwardParams& p) {
-  if (p.score.softcap != 0) return "softcap";
-  if (p.score.alibi.data) return "alibi_slopes";
-  if (p.score.bias.data) return "bias";
-  if (p.score.mask.data) return "mask";
-  if (p.dropout.seed) return "dropout";
-  if (p.score.scale <= 0) return "a scale that is not positive";
-  if (p.head_dim % 8 != 0 || p.head_dim_v % 8 != 0) return "a head dim that is not a multiple of 8";
-  const bool in_16_bytes =
-      in_vectors(p.q, p, p.seqlen_q.total, p.heads_q) && in_vectors(p.k, p, p.seqlen_k.total, p.heads_k) &&
-      in_vectors(p.v, p, p.seqlen_k.total, p.heads_k) && in_vectors(p.out, p, p.seqlen_q.total, p.heads_q);
-  return in_16_bytes ? nullptr : "a tensor whose base or strides are not multiples of 16 bytes";
+uint32_t needs(const ForwardParams& p) {
+  const Score& score = p.score;
+  return need_if(score.softcap != 0, Need::softcap) | need_if(score.alibi.data, Need::alibi) |
+         need_if(score.bias.data, Need::bias) | need_if(score.mask.data, Need::mask) |
+         need_if(p.dropout.seed, Need::dropout) | need_if(score.scale <= 0, Need::scale) |
+         need_if(p.head_dim % 8 != 0 || p.head_dim_v % 8 != 0, Need::head_dim) |
+         need_if(score.window_left >= 0 || score.window_right >= 0, Need::range) |
+         need_if(p.max_logit.data, Need::max_logit) | needs(p.q, p.seqlen_q, p.heads_q, p) |
+         needs(p.k, p.seqlen_k, p.heads_k, p) | needs(p.v, p.seqlen_k, p.heads_k, p) |
+         needs(p.out, p.seqlen_q, p.heads_q, p);
 }
 
-const char* beyond_plain(const BackwardParams& p) {
-  ForwardParams with_dout = p;
-  with_dout.out = p.dout;
-  const char* text = beyond_plain(static_cast<const ForwardParams&>(p));
-  return text ? text : beyond_plain(with_dout);
+uint32_t needs(const BackwardParams& p) {
+  return needs(static_cast<const ForwardParams&>(p)) | needs(p.dout, p.seqlen_q, p.heads_q, p);
 }
 
 int cpu_level() {
@@ -121,7 +128,7 @@ namespace {
 // Kernels for a tile of head dims count the rows of a sequence in 32 bits.
 constexpr int64_t kLongest = int64_t{1} << 30;
 
-enum class Reason { none, device, forced, level, image, dtype, head_dim, plain, length, shared };
+enum class Reason { none, device, forced, level, image, dtype, head_dim, need, length, shared };
 
 bool has_image(const Family& family, int capability) {
   for (const int* image = family.images; *image; ++image)
@@ -135,11 +142,11 @@ Reason reason(const Instance<Params>& row, const Problem& problem) {
   if (!family().empty() && family() != row.family && family() != row.name) return Reason::forced;
   if (row.level > problem.level) return Reason::level;
   if (row.module && !has_image(*row.module, problem.level)) return Reason::image;
-  if (!(row.dtypes & dtype_set(problem.dtype))) return Reason::dtype;
+  if (!(row.dtypes & set_of(problem.dtype))) return Reason::dtype;
   if ((row.head_dim && problem.head_dim > row.head_dim) ||
       (row.head_dim_v && problem.head_dim_v > row.head_dim_v))
     return Reason::head_dim;
-  if (!row.general && problem.beyond_plain) return Reason::plain;
+  if (problem.needs & ~row.serves) return Reason::need;
   if (row.head_dim && problem.longest >= kLongest) return Reason::length;
   if (row.shared_bytes > problem.shared_bytes) return Reason::shared;
   return Reason::none;
@@ -151,10 +158,16 @@ std::string images_text(const Family& family) {
   return family.ptx ? text + "PTX of " + version(family.ptx) : text.substr(0, text.size() - 2);
 }
 
+std::string first_text(uint32_t needs) {
+  const auto* need = kNeeds;
+  for (; needs % 2 == 0; needs /= 2) ++need;
+  return need->second;
+}
+
 std::string dtypes_text(uint32_t dtypes) {
   std::string text;
   for (const auto& [name, type] : kDTypeNames)
-    if (dtypes & dtype_set(type)) text += std::string(text.empty() ? "" : " and ") + name;
+    if (dtypes & set_of(type)) text += std::string(text.empty() ? "" : " and ") + name;
   return text;
 }
 
@@ -181,8 +194,8 @@ std::string why_not(const Instance<Params>& row, const Problem& problem) {
     case Reason::head_dim:
       return "serves head dims (D, Dv) up to (" + std::to_string(row.head_dim) + ", " +
              std::to_string(row.head_dim_v) + ")";
-    case Reason::plain:
-      return "does not serve " + std::string(problem.beyond_plain);
+    case Reason::need:
+      return "does not serve " + first_text(problem.needs & ~row.serves);
     case Reason::length:
       return "serves sequences of fewer than " + std::to_string(kLongest) + " rows";
     case Reason::shared:

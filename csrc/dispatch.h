@@ -1,6 +1,7 @@
 // Which kernel serves a problem: the first row of the table that fits.  Pure host code.
 #pragma once
 
+#include <iterator>
 #include <string>
 #include <utility>
 #include <vector>
@@ -19,14 +20,28 @@ struct Problem {
   int64_t shared_bytes;  // that a block may have on the device
   DType dtype;
   int64_t head_dim, head_dim_v;
-  const char* beyond_plain;  // what only general rows serve, null: nothing
-  int64_t longest;           // rows of a sequence, of q or k
+  uint32_t needs;   // bits of Need
+  int64_t longest;  // rows of a sequence, of q or k
 };
 
-// The first thing of a call that takes a general row: an option that changes scores or weights one by one, or
-// a layout that cannot be copied in pieces of 16 bytes.  Null: the call is plain.
-const char* beyond_plain(const ForwardParams& p);
-const char* beyond_plain(const BackwardParams& p);
+// What the call asks of its kernel, as bits of Need.
+uint32_t needs(const ForwardParams& p);
+uint32_t needs(const BackwardParams& p);
+
+// In the order of Need: its name in csrc/instances.py, and what a row that lacks it does not serve.
+constexpr std::pair<const char*, const char*> kNeeds[] = {
+    {"softcap", "softcap"},
+    {"alibi", "alibi_slopes"},
+    {"bias", "bias"},
+    {"mask", "mask"},
+    {"dropout", "dropout"},
+    {"scale", "a scale that is not positive"},
+    {"head_dim", "a head dim that is not a multiple of 8"},
+    {"alignment", "a tensor whose base or strides are not multiples of 16 bytes"},
+    {"range", "causal or a window"},
+    {"addressing", "a stride of 0 or too large for TMA"},
+    {"max_logit", "return_max_logit"}};
+static_assert(kEveryNeed == (1u << std::size(kNeeds)) - 1);
 
 // As torch and users write them.
 constexpr std::pair<const char*, DType> kDTypeNames[] = {

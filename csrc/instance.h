@@ -10,11 +10,27 @@ namespace flashattn {
 
 struct Family;
 
-// Types that a kernel serves, as bits.
-template <class... Types>
-constexpr uint32_t dtype_set(Types... types) {
-  return (0u | ... | (1u << static_cast<int>(types)));
+// What a call asks of its kernel beyond a softmax over all keys of tensors in a common layout.
+enum class Need : uint8_t {
+  softcap,
+  alibi,
+  bias,
+  mask,
+  dropout,
+  scale,       // not positive
+  head_dim,    // not a multiple of 8
+  alignment,   // a base or stride that is not a multiple of 16 bytes
+  range,       // causal or a window
+  addressing,  // a stride or size that no TMA descriptor holds
+  max_logit,
+};
+
+// Types or needs as bits.
+template <class... Members>
+constexpr uint32_t set_of(Members... members) {
+  return (0u | ... | (1u << static_cast<int>(members)));
 }
+constexpr uint32_t kEveryNeed = 2 * set_of(Need::max_logit) - 1;  // up to the last
 
 // A row of csrc/instances.py.  Where the kernel runs: on CUDA devices if it has a module, else on the CPU.
 template <class Params>
@@ -23,9 +39,9 @@ struct Instance {
   const char* family;
   const Family* module;          // what holds the images of a CUDA kernel
   int level;                     // least of the device: a CpuLevel or compute capability
-  uint32_t dtypes;               // a dtype_set
+  uint32_t dtypes;               // those that it serves, bits of DType
   int64_t head_dim, head_dim_v;  // largest served; 0: any
-  bool general;                  // otherwise plain calls only, see beyond_plain
+  uint32_t serves;               // bits of Need
   int64_t shared_bytes;          // of a block
 
   Workspace (*workspace)(const Params&);       // bytes that a launch needs

@@ -16,9 +16,14 @@ OPS = ("forward", "backward", "decode")
 DTYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16", "float64": "f64"}  # DType in params.h
 ELEMENTS = {"float32": "float", "bfloat16": "__nv_bfloat16", "float16": "__half", "float64": "double"}
 # Extension modules; each holds the rows of its name.  "cpu" is part of flashattn._C.
-CUDA_MODULES = ("sm75", "sm80")
+CUDA_MODULES = ("sm75", "sm80", "sm90")
+PARTIAL_MODULES = ("sm90",)  # serve a part of the calls; the module before is built with them for the rest
 MODULES = ("cpu", *CUDA_MODULES)
 ABI_HEADERS = ("params.h", "instance.h")  # what the modules share
+# What a call may ask beyond a softmax over all keys, Need in instance.h; a row serves some of them.
+NEEDS = ("softcap", "alibi", "bias", "mask", "dropout", "scale", "head_dim", "alignment", "range",
+         "addressing", "max_logit")
+PLAIN = ("range", "addressing", "max_logit")  # what costs a kernel nothing
 
 
 @dataclass(frozen=True)
@@ -36,8 +41,11 @@ class Cpu:
 
     module = "cpu"
     suffix = "cpp"
+    module_pointer = "nullptr"
     dtypes = tuple(DTYPES)
+    largest = (0, 0)
     head_dims = "any"
+    serves = NEEDS
 
     @property
     def name(self) -> str:
@@ -73,7 +81,7 @@ int launch(const {params(self.op)}& p, void*) {{
   return 0;
 }}
 }}  // namespace
-{instance(self, "nullptr", self.level, "0, 0", "true", "0", "workspace", "launch")}
+{instance(self, "0", "workspace", "launch")}
 }}  // namespace flashattn
 {lower_target}"""
 
@@ -87,14 +95,20 @@ class Cuda:
     dtype: str
 
     suffix = "cu"
+    module_pointer = "&family"
 
     @property
     def module(self) -> str:
         return self.family
 
     @property
+    def level(self) -> int:
+        """Compute capability, 10 * major + minor."""
+        return int(self.family.removeprefix("sm"))
+
+    @property
     def machines(self) -> tuple[str, ...]:
-        return (machine(self.family),)
+        return (f"compute capability {self.level / 10} or newer",)
 
     @property
     def dtypes(self) -> tuple[str, ...]:
@@ -102,12 +116,53 @@ class Cuda:
 
 
 @dataclass(frozen=True)
-class Mma(Cuda):
-    """A tensor-core kernel for head dims up to a bound, with its tile."""
+class TensorCores(Cuda):
+    """A kernel for head dims up to a bound."""
 
     head_dim: int
     head_dim_v: int
-    general: bool  # serves every option and layout, otherwise plain calls (beyond_plain in dispatch.h)
+
+    @property
+    def largest(self) -> tuple[int, int]:
+        return self.head_dim, self.head_dim_v
+
+    @property
+    def head_dims(self) -> str:
+        bounds = f"to {self.head_dim}" + (f", {self.head_dim_v}" if self.head_dim_v != self.head_dim else "")
+        return bounds if "head_dim" in self.serves else f"{bounds}, multiples of 8"
+
+    def name_with(self, marks: str) -> str:
+        width = f"d{self.head_dim}" + (f"v{self.head_dim_v}" if self.head_dim_v != self.head_dim else "")
+        return f"{self.op}_{self.family}_{DTYPES[self.dtype]}_{width}_{self.rows}x{self.keys}{marks}"
+
+    def unit_with(self, folder: str, integers: dict[str, int], flags: dict[str, bool]) -> str:
+        """The unit: constants for the kernel of a folder, named as in C++ without the k."""
+        constants = ", ".join(f"k{name} = {value}" for name, value in integers.items())
+        booleans = ", ".join(f"k{name} = {str(value).lower()}" for name, value in flags.items())
+        row = instance(self, f"{folder}::{self.op}_shared_bytes<{self.name}>()",
+                       f"{folder}::{self.op}_workspace<{self.name}>",
+                       f"{folder}::launch_{self.op}<{self.name}>")
+        return f"""// Generated from csrc/instances.py.
+#include "instance.h"
+#include "{folder}/launch.cuh"
+
+namespace flashattn {{
+struct {self.name} {{
+  static constexpr DType kDType = DType::{DTYPES[self.dtype]};
+  static constexpr int {constants};
+  static constexpr bool {booleans};
+}};
+extern const Family family;
+{row}
+}}  // namespace flashattn
+"""
+
+
+@dataclass(frozen=True)
+class Mma(TensorCores):
+    """A kernel of mma.sync instructions, with its tile."""
+
+    general: bool  # serves every option and layout, otherwise plain calls: PLAIN
     rows: int  # of queries, in a tile
     keys: int  # in a tile
     warps: int
@@ -118,45 +173,62 @@ class Mma(Cuda):
 
     @property
     def name(self) -> str:
-        width = f"d{self.head_dim}" + (f"v{self.head_dim_v}" if self.head_dim_v != self.head_dim else "")
-        path = "_general" if self.general else ""
-        return f"{self.op}_{self.family}_{DTYPES[self.dtype]}_{width}_{self.rows}x{self.keys}{path}"
+        return self.name_with("_general" if self.general else "")
 
     @property
-    def head_dims(self) -> str:
-        bounds = f"to {self.head_dim}" + (f", {self.head_dim_v}" if self.head_dim_v != self.head_dim else "")
-        return bounds if self.general else f"{bounds}, multiples of 8"
+    def serves(self) -> tuple[str, ...]:
+        return NEEDS if self.general else PLAIN
 
     def unit(self) -> str:
-        integers = {"Arch": level(self.family), "HeadDim": self.head_dim, "HeadDimV": self.head_dim_v,
-                    "Rows": self.rows, "Keys": self.keys, "Warps": self.warps, "Stages": self.stages,
-                    "MinBlocks": self.min_blocks, "RowWarps": self.row_warps, "KeyWarps": self.key_warps}
-        constants = ", ".join(f"k{name} = {value}" for name, value in integers.items())
-        general = str(self.general).lower()
-        row = instance(self, "&family", level(self.family), f"{self.head_dim}, {self.head_dim_v}", general,
-                       f"mma::{self.op}_shared_bytes<{self.name}>()",
-                       f"mma::{self.op}_workspace<{self.name}>", f"mma::launch_{self.op}<{self.name}>")
-        return f"""// Generated from csrc/instances.py.
-#include "instance.h"
-#include "mma/launch.cuh"
+        return self.unit_with("mma", {
+            "Arch": self.level, "HeadDim": self.head_dim, "HeadDimV": self.head_dim_v, "Rows": self.rows,
+            "Keys": self.keys, "Warps": self.warps, "Stages": self.stages, "MinBlocks": self.min_blocks,
+            "RowWarps": self.row_warps, "KeyWarps": self.key_warps}, {"General": self.general})
 
-namespace flashattn {{
-struct {self.name} {{
-  static constexpr DType kDType = DType::{DTYPES[self.dtype]};
-  static constexpr int {constants};
-  static constexpr bool kGeneral = {general};
-}};
-extern const Family family;
-{row}
-}}  // namespace flashattn
-"""
+
+@dataclass(frozen=True)
+class Hopper(TensorCores):
+    """A kernel of wgmma and TMA instructions, which no later architecture has."""
+
+    serves: tuple[str, ...]  # of NEEDS
+    keys: int  # in a tile
+    warpgroups: int  # that compute, each 64 rows of the tile
+    query_stages: int  # tiles in flight
+    key_stages: int
+    value_stages: int
+    queries_in_registers: bool
+    turns: bool  # warpgroups take turns between tensor cores and softmax
+
+    @property
+    def rows(self) -> int:
+        """Of queries, in a tile."""
+        return 64 * self.warpgroups
+
+    @property
+    def machines(self) -> tuple[str, ...]:
+        return (f"compute capability {self.level / 10}",)
+
+    @property
+    def name(self) -> str:
+        return self.name_with(("" if "range" in self.serves else "_full")
+                              + ("_general" if "softcap" in self.serves else ""))
+
+    def unit(self) -> str:
+        return self.unit_with("sm90", {
+            "HeadDim": self.head_dim, "HeadDimV": self.head_dim_v, "Rows": self.rows, "Keys": self.keys,
+            "Warpgroups": self.warpgroups, "QueryStages": self.query_stages, "KeyStages": self.key_stages,
+            "ValueStages": self.value_stages}, {
+            "QueriesInRegisters": self.queries_in_registers, "Turns": self.turns,
+            "Ranges": "range" in self.serves, "General": "softcap" in self.serves})
 
 
 @dataclass(frozen=True)
 class Simt(Cuda):
     """A kernel of ordinary instructions, which serves every head dim, option and layout."""
 
+    largest = (0, 0)
     head_dims = "any"
+    serves = NEEDS
 
     @property
     def name(self) -> str:
@@ -167,8 +239,7 @@ class Simt(Cuda):
         shared = "".join(
             f"template int launch_{what}_gradient<{element}>(const BackwardParams&, cudaStream_t);\n"
             for what in ("sink", "bias")) if self.op == "backward" else ""
-        row = instance(self, "&family", level(self.family), "0, 0", "true",
-                       f"sizeof(any::SharedTiles<any::Sum<{element}>>)", "workspace", "launch")
+        row = instance(self, f"sizeof(any::SharedTiles<any::Sum<{element}>>)", "workspace", "launch")
         return f"""// Generated from csrc/instances.py.
 #include "any/launch.cuh"
 #include "instance.h"
@@ -193,23 +264,15 @@ def params(op: str) -> str:
     return f"{op.capitalize()}Params"
 
 
-def level(family: str) -> int:
-    """Compute capability, 10 * major + minor."""
-    return int(family.removeprefix("sm"))
-
-
-def machine(family: str) -> str:
-    return f"compute capability {level(family) / 10} or newer"
-
-
-def instance(row, module: str, level: str | int, head_dims: str, general: str, shared_bytes: str,
-             workspace: str, launch: str) -> str:
+def instance(row, shared_bytes: str, workspace: str, launch: str) -> str:
     """Declaration and definition of a row's Instance (instance.h)."""
     head = f"const Instance<{params(row.op)}> instance_{row.name}"
     dtypes = ", ".join(f"DType::{DTYPES[dtype]}" for dtype in row.dtypes)
+    serves = ", ".join(f"Need::{need}" for need in row.serves)
     return (f"extern {head};\n{head}{{\n"
-            f'    "{row.name}", "{row.family}", {module}, {level}, dtype_set({dtypes}), {head_dims}, '
-            f"{general},\n"
+            f'    "{row.name}", "{row.family}", {row.module_pointer}, {row.level}, set_of({dtypes}), '
+            f"{row.largest[0]}, {row.largest[1]},\n"
+            f"    {'kEveryNeed' if row.serves == NEEDS else f'set_of({serves})'},\n"
             f"    {shared_bytes}, {workspace}, {launch}}};")
 
 
@@ -313,8 +376,28 @@ _SM75_TILES = (  # 64 KB of shared memory, no asynchronous copies
     ("backward", 64, 64, True, 64, 64, 8, 1, 1, 4, 4),
     ("backward", 128, 128, True, 32, 32, 4, 1, 1, 2, 2),
 )
+_RANGES, _ALL_KEYS = ("range", "max_logit"), ("max_logit",)
+_SCORES = (*_RANGES, "softcap", "alibi")
+# op, head dims (D, Dv), serves, keys in a tile, warpgroups, stages of q, k and v, q in registers, turns.
+_SM90_TILES = (
+    ("forward", 64, 64, _RANGES, 128, 3, 2, 2, 2, False, True),
+    ("forward", 96, 96, _RANGES, 128, 2, 1, 2, 2, True, True),
+    ("forward", 128, 128, _ALL_KEYS, 80, 3, 2, 2, 2, False, True),
+    ("forward", 128, 128, _RANGES, 128, 2, 2, 3, 2, True, True),
+    ("forward", 192, 128, _RANGES, 96, 2, 1, 3, 2, False, False),
+    ("forward", 192, 192, _RANGES, 80, 2, 1, 3, 2, False, False),
+    ("forward", 256, 256, _RANGES, 64, 2, 1, 3, 2, False, False),
+    ("forward", 64, 64, _SCORES, 128, 2, 1, 2, 2, False, True),
+    ("forward", 128, 128, _SCORES, 128, 2, 1, 2, 2, False, True),
+    ("forward", 256, 256, _SCORES, 64, 2, 1, 2, 2, False, False),
+)
 _MMA = {"sm80": (_SM80_TILES, ("bfloat16", "float16")), "sm75": (_SM75_TILES, ("float16",))}
 _SIMT_OPS = ("forward", "backward")
+
+
+def _hopper() -> list:
+    return [Hopper(op, "sm90", dtype, *tile)
+            for op, *tile in _SM90_TILES for dtype in ("bfloat16", "float16")]
 
 
 def _cuda(family: str) -> list:
@@ -324,7 +407,8 @@ def _cuda(family: str) -> list:
     return mma + [Simt(op, family, dtype) for op in _SIMT_OPS for dtype in DTYPES]
 
 
-ROWS = (*_cuda("sm80"), *_cuda("sm75"), *(Cpu(op, *family) for family in _CPU_FAMILIES for op in OPS))
+ROWS = (*_hopper(), *_cuda("sm80"), *_cuda("sm75"),
+        *(Cpu(op, *family) for family in _CPU_FAMILIES for op in OPS))
 
 
 if __name__ == "__main__":

@@ -105,7 +105,7 @@ void launch(Params& p, const Tensor& q) {
                         p.dtype,
                         p.head_dim,
                         p.head_dim_v,
-                        beyond_plain(p),
+                        needs(p),
                         std::max(p.seqlen_q.rows, p.seqlen_k.rows)};
   if (Reasons* reasons_wanted = explanation()) {
     *reasons_wanted = reasons<Params>(problem);

@@ -4,6 +4,9 @@
 #include <torch/csrc/utils/pybind.h>
 #include <torch/version.h>
 
+#include <algorithm>
+#include <iterator>
+
 #include "common/mask.h"
 #include "dispatch.h"
 
@@ -64,9 +67,24 @@ DType to_dtype(const std::string& dtype) {
   throw py::value_error("dtype is '" + dtype + "': expected float32, bfloat16, float16 or float64");
 }
 
+uint32_t to_needs(const std::vector<std::string>& names) {
+  uint32_t needs = 0;
+  for (const auto& name : names) {
+    const auto* found = std::find_if(std::begin(kNeeds), std::end(kNeeds),
+                                     [&](const auto& need) { return name == need.first; });
+    if (found == std::end(kNeeds)) {
+      std::string text = "needs has '" + name + "': expected some of";
+      for (const auto& need : kNeeds) text += std::string(" ") + need.first;
+      throw py::value_error(text);
+    }
+    needs |= 1u << (found - kNeeds);
+  }
+  return needs;
+}
+
 Reasons candidates(const std::string& op, const std::string& device, const std::string& dtype,
-                   int64_t head_dim, int64_t head_dim_v, bool plain, int capability, int64_t shared_bytes,
-                   int64_t longest) {
+                   int64_t head_dim, int64_t head_dim_v, const std::vector<std::string>& needs,
+                   int capability, int64_t shared_bytes, int64_t longest) {
   if (device != "cpu" && device != "cuda")
     throw py::value_error("device is '" + device + "': this build serves 'cpu' and 'cuda'");
   const bool cuda = device == "cuda";
@@ -76,7 +94,7 @@ Reasons candidates(const std::string& op, const std::string& device, const std::
                         to_dtype(dtype),
                         head_dim,
                         head_dim_v,
-                        plain ? nullptr : "options beyond a plain call",
+                        to_needs(needs),
                         longest};
   if (op == "forward") return reasons<ForwardParams>(problem);
   if (op == "backward") return reasons<BackwardParams>(problem);
@@ -112,10 +130,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("instances", &all_instances, "the compiled kernels, one dict a row, in the dispatcher's order");
   m.def(
       "candidates", &candidates, py::arg("op"), py::arg("device"), py::arg("dtype"), py::arg("head_dim") = 64,
-      py::arg("head_dim_v") = 64, py::arg("plain") = true, py::arg("capability") = 0,
+      py::arg("head_dim_v") = 64, py::arg("needs") = std::vector<std::string>{}, py::arg("capability") = 0,
       py::arg("shared_bytes") = 0, py::arg("longest") = 0,
-      "(name, why not) of each row for a problem; the first with an empty reason serves it.  capability and "
-      "shared_bytes are those of a CUDA device, longest is the rows of a sequence");
+      "(name, why not) of each row for a problem; the first with an empty reason serves it.  needs are names "
+      "of csrc/instances.py, capability and shared_bytes those of a CUDA device, longest is the rows of a "
+      "sequence");
   m.def("explain", &explain, py::arg("function"),
         "call it without launching anything; (name, why not) of each row for the last operator it called");
   m.def("add_family", &add_family_of, py::arg("capsule"), "let the kernels of a CUDA family serve, first");

@@ -147,12 +147,20 @@ def _families(archs: str) -> dict[str, tuple[list[int], int]]:
         images, ptx = families.get(family, ([], 0))
         families[family] = (sorted({*images, capability}),
                             min(filter(None, (ptx, capability))) if match[3] else ptx)
+        if capability == 90:
+            families["sm90"] = ([90], 0)  # sm80 serves what it does not
     return families
 
 
-def gencode(images: list[int], ptx: int) -> list[str]:
+def target(family: str, capability: int) -> str:
+    """What nvcc calls an architecture; that of sm90 has the instructions that only Hopper has."""
+    return f"{capability}a" if family == "sm90" else f"{capability}"
+
+
+def gencode(family: str, images: list[int], ptx: int) -> list[str]:
     """Flags of nvcc for these images."""
-    native = [f"-gencode=arch=compute_{image},code=sm_{image}" for image in images]
+    native = [f"-gencode=arch=compute_{name},code=sm_{name}"
+              for name in (target(family, image) for image in images)]
     return native + ([f"-gencode=arch=compute_{ptx},code=compute_{ptx}"] if ptx else [])
 
 
@@ -210,7 +218,8 @@ def extensions(generated: Path) -> list:
     modules = [extension(CppExtension, "_C", sources(generated / "cpu"))]
     for family, (images, ptx) in families.items():
         units = instances().generate(generated / family, family, images=images, ptx=ptx)
-        modules.append(extension(CUDAExtension, f"_{family}", units, nvcc=NVCC_FLAGS + gencode(images, ptx)))
+        modules.append(extension(CUDAExtension, f"_{family}", units,
+                                 nvcc=NVCC_FLAGS + gencode(family, images, ptx)))
     return modules
 
 

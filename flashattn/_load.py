@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from .jit import Build
 
 _PACKAGE = Path(__file__).parent
-CUDA_FAMILIES = ("sm75", "sm80")  # each an extension module; the dispatcher prefers the last
+CUDA_FAMILIES = ("sm75", "sm80", "sm90")  # each an extension module; the dispatcher prefers the last
 
 
 def ops() -> ModuleType:

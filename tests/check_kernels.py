@@ -1,10 +1,11 @@
 """Compiles every CUDA row for its own architecture and looks at what came out; needs nvcc, but no GPU.
 
-    python tests/check_kernels.py [--archs 80,90] [--rows REGEX] [--jobs N] [--if-nvcc]
+    python tests/check_kernels.py [--archs 80,90,90a] [--rows REGEX] [--jobs N] [--if-nvcc]
 
 Prints registers, spills and tensor-core instructions of each kernel.  Fails where a kernel spills more bytes
-than kernels_ledger.json allows (none, unless a line whose regular expression matches says why), or where a
-tensor-core row lacks the instructions that one pass through its loop needs.
+than kernels_ledger.json allows (none, unless a line whose regular expression matches says why), where a
+tensor-core row lacks the instructions that one pass through its loop needs, or where ptxas says that it lost
+performance, as when it serialises wgmma.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ OUTPUT = ROOT / "build/kernels"
 INSTRUCTION = re.compile(r"^\s+/\*\w+\*/\s+(?:@!?\w+\s+)?([A-Z]\w*)", re.MULTILINE)  # of nvdisasm
 RESOURCES = re.compile(r"Compiling entry function '(\w+)'.*?(\d+) bytes spill stores, "  # of ptxas
                        r"(\d+) bytes spill loads.*?Used (\d+) registers", re.DOTALL)
+LOSSES = re.compile(r"^.*(?:wgmma.*serializ|potential performance loss).*$", re.IGNORECASE | re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -40,10 +42,11 @@ class Kernel:
 
     row: object
     name: str
-    arch: int
+    arch: str
     registers: int
     spills: tuple[int, int]  # bytes of stores and loads
     instructions: collections.Counter
+    losses: list[str]  # what ptxas says of the unit's speed
 
     @property
     def key(self) -> str:
@@ -52,7 +55,8 @@ class Kernel:
 
     def __str__(self) -> str:
         spills = "spills {} and {} bytes".format(*self.spills) if any(self.spills) else "no spills"
-        return f"{self.key}: {self.registers} registers, {spills}, {self.instructions['HMMA']} HMMA"
+        multiply = "HGMMA" if self.instructions["HGMMA"] else "HMMA"
+        return f"{self.key}: {self.registers} registers, {spills}, {self.instructions[multiply]} {multiply}"
 
 
 def disassembler() -> str:
@@ -71,7 +75,7 @@ def kernel_name(symbol: str) -> str:
     return name
 
 
-def compile_row(nvcc: str, flags: list[str], row, arch: int) -> list[Kernel]:
+def compile_row(nvcc: str, flags: list[str], row, arch: str) -> list[Kernel]:
     cubin = OUTPUT / row.module / f"{row.name}.sm_{arch}.cubin"
     compiled = subprocess.run(
         [nvcc, *flags, "-Xptxas=-v", "-I", str(ROOT / "csrc"), f"-arch=sm_{arch}", "-cubin", "-o", str(cubin),
@@ -84,14 +88,22 @@ def compile_row(nvcc: str, flags: list[str], row, arch: int) -> list[Kernel]:
     resources = RESOURCES.findall(compiled.stderr)
     assert len(resources) == len(instructions) > 0, f"{row.name}: ptxas or nvdisasm prints something new"
     return [Kernel(row, kernel_name(symbol), arch, int(registers), (int(stores), int(loads)),
-                   instructions[symbol]) for symbol, stores, loads, registers in resources]
+                   instructions[symbol], LOSSES.findall(compiled.stderr))
+            for symbol, stores, loads, registers in resources]
 
 
-def least_multiplications(row, arch: int) -> int:
-    """Tensor-core instructions of a warp for one tile of scores: (rows, keys) times each head dim."""
+def least_instructions(row) -> dict[str, int]:
+    """Of the main kernel of a tensor-core row: multiplications of a warp for one tile of scores, (rows, keys)
+    times each head dim, and what brings the tiles."""
+    if row.module == "sm90":  # Q K^T and P V of a warpgroup, 16 deep
+        return {"HGMMA": (row.head_dim + row.keys) // 16, "UTMALDG": 1}
+    if not hasattr(row, "warps"):
+        return {}
     of_q, of_v = {"forward": (1, 1), "backward": (3, 2)}[row.op]
     products = row.rows * row.keys * (of_q * row.head_dim + of_v * row.head_dim_v)
-    return products // (16 * 8 * (16 if arch >= 80 else 8) * row.warps)
+    if row.module == "sm75":
+        return {"HMMA": products // (16 * 8 * 8 * row.warps), "LDSM": 1}
+    return {"HMMA": products // (16 * 8 * 16 * row.warps), "LDSM": 1, "LDGSTS": 1}
 
 
 def faults(kernel: Kernel, ledger: dict) -> list[str]:
@@ -102,21 +114,19 @@ def faults(kernel: Kernel, ledger: dict) -> list[str]:
         found.append(f"spills {kernel.spills} bytes of stores and loads, allowed: {allowed}")
     if allowed and not any(kernel.spills):
         found.append(f"spills nothing: remove its line from {LEDGER.name}")
-    if hasattr(kernel.row, "warps") and kernel.name == f"{kernel.row.op}_kernel":
-        least = least_multiplications(kernel.row, kernel.arch)
-        if count["HMMA"] < least:
-            found.append(f"{count['HMMA']} HMMA, expected at least {least}")
-        copies = ["LDSM", "LDGSTS"] if kernel.arch >= 80 else ["LDSM"]
-        found += [f"no {name}" for name in copies if not count[name]]
+    if kernel.name == f"{kernel.row.op}_kernel" and (least := least_instructions(kernel.row)):
+        found += [f"{count[name]} {name}, expected at least {number}" for name, number in least.items()
+                  if count[name] < number]
         if not allowed and count["LDL"] + count["STL"]:
             found.append(f"local memory: {count['LDL']} LDL, {count['STL']} STL")
-    return [f"{kernel.key}: {text}" for text in found]
+    return [f"{kernel.key}: {text}" for text in found + kernel.losses]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--archs", default="75,80", help="compute capabilities, 10 * major + minor")
+    parser.add_argument("--archs", default="75,80,90a",
+                        help="of the images: compute capabilities as 10 * major + minor, and 90a for sm90")
     parser.add_argument("--rows", default="", help="only rows whose name this regular expression matches")
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     parser.add_argument("--if-nvcc", action="store_true", help="without nvcc, succeed")
@@ -128,10 +138,10 @@ def main() -> None:
     table = _build.instances()
     for module in table.CUDA_MODULES:
         table.generate(OUTPUT / module, module)
-    archs = [int(arch) for arch in arguments.archs.split(",")]
-    tasks = [(row, arch) for row in table.ROWS for arch in archs if row.module in table.CUDA_MODULES
-             and re.search(arguments.rows, row.name)
-             and (arch >= 80 if row.module == "sm80" else arch == 75)]
+    archs = {"sm75": "75", "sm80": r"[89]\d|\d{3}", "sm90": "90a"}  # of which a module has images
+    tasks = [(row, arch) for row in table.ROWS for arch in arguments.archs.split(",")
+             if row.module in archs and re.search(arguments.rows, row.name)
+             and re.fullmatch(archs[row.module], arch)]
     ledger = json.loads(LEDGER.read_text())
     with ThreadPoolExecutor(arguments.jobs) as pool:
         compiled = list(pool.map(

@@ -5,11 +5,15 @@ import pytest
 import torch
 
 import flashattn
+from flashattn import _build
+
+PARTIAL_FAMILIES = _build.instances().PARTIAL_MODULES
 
 
 def pytest_addoption(parser):
     parser.addoption("--device", default="cpu", help="where tests make their tensors: cpu, cuda, cuda:1, ...")
-    parser.addoption("--family", help="only kernels of this family serve the tests that use the device")
+    parser.addoption("--family", help="only kernels of this family serve the tests that use the device; one "
+                     "that does not serve every call comes first anyway")
     parser.addoption("--results", metavar="FILE", help="append each test's result to this file, as it comes")
 
 
@@ -41,6 +45,8 @@ def _seed():
 @pytest.fixture(autouse=True)
 def _family(request):
     name = request.config.getoption("--family") if "device" in request.fixturenames else None
+    if name in PARTIAL_FAMILIES:
+        name = None
     with flashattn.force_family(name) if name else contextlib.nullcontext():
         yield
 

@@ -1,6 +1,8 @@
 """Run by test_host.py in a process of its own, because an added family stays: what the dispatcher chooses
-where the families of tests/host/fake_families.cpp are built.  Prints JSON; ``sys.path`` leads to them."""
+where the families of tests/host/fake_families.cpp are built, and then where those of the table are.  Prints
+JSON; ``sys.path`` leads to them."""
 
+import importlib
 import itertools
 import json
 
@@ -25,10 +27,11 @@ found["families"] = dispatch.families()
 
 CHIPS = {75: 64, 80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}  # KB of shared memory a block may have
 found["choices"] = [
-    [chip, dtype, head_dim, plain,
-     extension.candidates("forward", "cuda", dtype, head_dim, head_dim, plain, chip, kilobytes << 10)]
-    for (chip, kilobytes), dtype, head_dim, plain in itertools.product(
-        CHIPS.items(), ("float16", "bfloat16", "float32"), (64, 128, 256), (True, False))]
+    [chip, dtype, head_dim, needs,
+     extension.candidates("forward", "cuda", dtype, head_dim, head_dim, needs, chip, kilobytes << 10)]
+    for (chip, kilobytes), dtype, head_dim, needs in itertools.product(
+        CHIPS.items(), ("float16", "bfloat16", "float32"), (64, 128, 256),
+        ([], ["range", "addressing", "max_logit"], ["max_logit", "mask", "scale"]))]
 with flashattn.force_family("sm75"):
     found["forced"] = extension.candidates("forward", "cuda", "float16", capability=90,
                                            shared_bytes=227 << 10)
@@ -39,7 +42,10 @@ q = torch.randn(2, 4, 2, 16)
 odd = torch.randn(2, 4, 2, 20)[..., 1:17]
 calls = {
     "nothing": ((q, q, q), {}),
-    "causal": ((q, q, q), {"causal": True, "window": (3, None), "sink": torch.zeros(2)}),
+    "sink": ((q, q, q), {"sink": torch.zeros(2)}),
+    "causal": ((q, q, q), {"causal": True}),
+    "left": ((q, q, q), {"window": (3, None)}),
+    "right": ((q, q, q), {"window": (None, 0)}),
     "one row": ((q[:1, :1, :1], odd[:1, :1, :1].clone(), q[:1, :1, :1]), {}),
     "softcap": ((q, q, q), {"softcap": 2.0}),
     "alibi_slopes": ((q, q, q), {"alibi_slopes": torch.ones(2)}),
@@ -51,11 +57,32 @@ calls = {
     "Dv": ((q, q, q[..., :12]), {}),
     "base": ((q, odd, q), {}),
     "strides": ((q, q, torch.randn(2, 4, 2, 18)[..., :16]), {}),
+    "one batch": ((q[:1].expand(2, 4, 2, 16), q, q), {}),
+    "one row of k": ((q, q[:, :1].expand(2, 4, 2, 16), q), {}),
+    "one head of v": ((q, q, q[:, :, :1].expand(2, 4, 2, 16)), {}),
+    "two": ((q, q, q), {"mask": torch.ones(1, 1, 1, 4, dtype=torch.bool), "softcap": 2.0, "causal": True}),
 }
 state = torch.get_rng_state()
-found["calls"] = {name: [flashattn.explain(*tensors, op=op, **options).rejected.get(row)
-                         for op, row in (("forward", "plain"), ("backward", "plain_backward"))]
+found["calls"] = {name: [flashattn.explain(*tensors, op=op, **options).rejected.get(row) for op, row in (
+                      ("forward", "bare"), ("backward", "bare_backward"),
+                      ("forward", "plain"), ("backward", "plain_backward"))]
                   for name, (tensors, options) in calls.items()}
 found["out"] = flashattn.explain(q, q, q, out=odd).rejected.get("plain")
+lse = torch.zeros(2, 2, 4)
+found["dout"] = [extension.explain(lambda dout=dout: flashattn.backward(dout, q, q, q, q, lse))[:2]
+                 for dout in (odd, q[:, :, :1].expand(2, 4, 2, 16))]
+found["max_logit"] = flashattn.explain(q, q, q, return_max_logit=True).rejected.get("bare")
+lengths = torch.tensor([0, 3, 8], dtype=torch.int32)
+found["packed"] = flashattn.explain(*[q.flatten(0, 1)] * 3, cu_seqlens_q=lengths, cu_seqlens_k=lengths).kernel
 found["random state changed"] = not torch.equal(state, torch.get_rng_state())
+
+for family in _load.CUDA_FAMILIES:
+    extension.add_family(importlib.import_module(f"_{family}").family)
+found["table"] = [
+    [chip, op, dtype, *dims, needs, next(name for name, why_not in extension.candidates(
+        op, "cuda", dtype, *dims, needs, chip, kilobytes << 10) if not why_not)]
+    for (chip, kilobytes), op, dtype, dims, needs in itertools.product(
+        CHIPS.items(), ("forward", "backward"), ("bfloat16", "float32"),
+        ((64, 64), (72, 72), (128, 128), (192, 128), (192, 192), (256, 256), (512, 512)),
+        ([], ["range"], ["softcap", "range"], ["alibi"], ["bias"], ["addressing"], ["alignment"]))]
 print(json.dumps(found))

@@ -62,18 +62,24 @@ def needs(row, device) -> str:
     """What this card or build lacks to run the row; empty: nothing."""
     capability, _, shared_bytes = _load.extension().cuda_device(device.index or 0)
     return dict(_load.extension().candidates(
-        row.op, "cuda", row.dtypes[0], getattr(row, "head_dim", 64), getattr(row, "head_dim_v", 64), True,
+        row.op, "cuda", row.dtypes[0], getattr(row, "head_dim", 64), getattr(row, "head_dim_v", 64), [],
         capability, shared_bytes)).get(row.name, "this build does not have it")
 
 
-@pytest.mark.parametrize("name", ["causal window", "all"])
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+def calls(row) -> list[str]:
+    """Names of OPTIONS that together ask for all that the row serves."""
+    names = ["causal window" if "range" in row.serves else "none"]
+    if row.serves == TABLE.NEEDS:
+        return [*names, "all"]
+    return names + [name for name in ("softcap", "alibi") if name in row.serves]
+
+
+@pytest.mark.parametrize(("row", "name"), [
+    pytest.param(row, name, id=f"{row.name}-{name}") for row in ROWS for name in calls(row)])
 def test_row(device, row, name):
     """Each row of the table, forced, with what it serves."""
     if lacks := needs(row, device):
         pytest.skip(lacks)
-    if name == "all" and not getattr(row, "general", True):
-        pytest.skip("serves plain calls")
     dims = (row.head_dim, row.head_dim_v) if hasattr(row, "head_dim") else (40, 72)
     q, k, v = dense(device, getattr(torch, row.dtypes[0]), len_q=70, len_k=150, dims=dims)
     options = OPTIONS[name](q, 150)

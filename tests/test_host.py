@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 import sysconfig
@@ -138,14 +139,43 @@ def test_the_modules_that_are_loaded_are_those_of_the_table():
     assert {row.module for row in TABLE.ROWS} == {"cpu", *TABLE.CUDA_MODULES}
 
 
-@pytest.mark.parametrize("module", TABLE.CUDA_MODULES)
+WHOLE = [module for module in TABLE.CUDA_MODULES if module not in TABLE.PARTIAL_MODULES]
+
+
+@pytest.mark.parametrize("module", WHOLE)
 def test_a_general_row_is_the_last_of_its_family_and_dtype(module):
     """So that every call finds a kernel: what the others refuse, it serves."""
     for op in ("forward", "backward"):
         for dtype in map(str, DTYPES):
             mine = [row for row in TABLE.rows(module, "any") if row.op == op
                     and dtype.removeprefix("torch.") in row.dtypes]
-            assert mine[-1].head_dims == "any"
+            assert mine[-1].head_dims == "any" and mine[-1].serves == TABLE.NEEDS
+
+
+@pytest.mark.parametrize("arch", ["7.5", "8.0", "8.6", "9.0", "9.0+PTX", "10.0", "12.0", _build.ALL_ARCHS])
+def test_a_partial_family_is_not_built_alone(arch):
+    assert set(WHOLE) & _build._families(arch).keys()
+
+
+def test_needs_have_the_names_of_the_table():
+    extension = _load.extension()
+    for need in TABLE.NEEDS:
+        assert extension.candidates("forward", "cpu", "float32", needs=[need])
+    with pytest.raises(ValueError, match=f"needs has 'speed': expected some of {' '.join(TABLE.NEEDS)}$"):
+        extension.candidates("forward", "cpu", "float32", needs=["mask", "speed"])
+
+
+@pytest.mark.parametrize("row", [row for row in TABLE.ROWS if isinstance(row, TABLE.Hopper)],
+                         ids=lambda row: row.name)
+def test_what_a_hopper_kernel_knows_of_itself(row):
+    """A kernel leaves out what its row does not serve, and only that."""
+    unit = row.unit()
+    assert set(row.serves) <= set(TABLE.NEEDS) and ("softcap" in row.serves) == ("alibi" in row.serves)
+    assert f"kRanges = {str('range' in row.serves).lower()}" in unit
+    assert f"kGeneral = {str('softcap' in row.serves).lower()}" in unit
+    assert f"kRows = {64 * row.warpgroups}, kKeys = {row.keys}," in unit and row.keys % 16 == 0
+    assert ("_full" in row.name) == ("range" not in row.serves) and row.machines == (
+        "compute capability 9.0",)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -252,15 +282,31 @@ def test_debug_checks():
 
 # Dispatch to CUDA families ----------------------------------------------------------------------------------
 
+def without_kernels(family, images, ptx):
+    """Source of a Python module: the rows of a family in the table, which do nothing and share no memory."""
+    rows = TABLE.rows(family, "")
+    instances = "\n".join(TABLE.instance(row, "0", *(f"{name}<{TABLE.params(row.op)}>" for name in (
+        "workspace", "launch"))) for row in rows)
+    return (f"{TABLE.registry(rows, family, images, ptx)}\n"
+            f"namespace flashattn {{\n{instances}\n}}  // namespace flashattn\n")
+
+
 @pytest.fixture(scope="module")
 def faked(tmp_path_factory):
     """What tests/fake_families.py found."""
     folder, here = tmp_path_factory.mktemp("fake"), Path(__file__).parent
-    includes = [_build.csrc(), Path(torch.__file__).parent / "include", sysconfig.get_path("include")]
-    library = folder / f"fakes{sysconfig.get_config_var('EXT_SUFFIX')}"
-    subprocess.run(["c++", "-std=c++17", "-shared", "-fPIC", "-fvisibility=hidden",
-                    *(f"-I{path}" for path in includes), f'-DCONTRACT="{TABLE.contract()}"',
-                    here / "host" / "fake_families.cpp", "-o", library], check=True)
+    includes = [here / "host", _build.csrc(), Path(torch.__file__).parent / "include",
+                sysconfig.get_path("include")]
+    sources = {"fakes": here / "host" / "fake_families.cpp"}
+    for family, (images, ptx) in _build._families(_build.ALL_ARCHS).items():
+        sources[f"_{family}"] = folder / f"{family}.cpp"
+        sources[f"_{family}"].write_text(without_kernels(family, images, ptx))
+    suffix = sysconfig.get_config_var("EXT_SUFFIX")
+    compilers = [subprocess.Popen([
+        "c++", "-std=c++17", "-shared", "-fPIC", "-fvisibility=hidden", *(f"-I{path}" for path in includes),
+        f'-DCONTRACT="{TABLE.contract()}"', f"-DTORCH_EXTENSION_NAME={name}", source,
+        "-o", folder / f"{name}{suffix}"]) for name, source in sources.items()]
+    assert not any([compiler.wait() for compiler in compilers])
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(folder), str(here.parent)])}
     result = subprocess.run([sys.executable, here / "fake_families.py"], check=True, text=True,
                             stdout=subprocess.PIPE, env=environment)
@@ -281,7 +327,8 @@ def test_a_family_of_other_sources_is_refused(faked):
 def test_every_chip(faked):
     """The reasons of every row on every chip, against the rules written down once more."""
     shared = {75: 64, 80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
-    for chip, dtype, head_dim, plain, candidates in faked["choices"]:
+    for chip, dtype, head_dim, needs, candidates in faked["choices"]:
+        plain = "mask" not in needs
         reasons = dict(candidates)
         assert list(reasons) == ["new", "wide", "rest", "old"]
         image = chip >= 80                                    # of sm80: 8.0 for 8.x, 9.0, 12.0, PTX for 10.0
@@ -290,7 +337,7 @@ def test_every_chip(faked):
                 and (plain or name == "rest") and {"new": 48, "wide": 160, "rest": 0}[name] <= shared[chip]
                 for name in narrow}
         fits["old"] = chip == 75 and dtype == "float16" and head_dim <= 128
-        assert {name: reason == "" for name, reason in candidates} == fits, (chip, dtype, head_dim, plain)
+        assert {name: reason == "" for name, reason in candidates} == fits, (chip, dtype, head_dim, needs)
         if chip in (86, 89, 120) and half and head_dim == 128 and plain:
             assert reasons["wide"] == "needs 163840 bytes of shared memory a block, the device has 101376"
         if chip == 75:
@@ -302,7 +349,7 @@ def test_every_chip(faked):
             elif head_dim == 256:
                 assert reasons["wide"] == "serves head dims (D, Dv) up to (128, 128)"
             elif head_dim == 64 and not plain:
-                assert reasons["new"] == "does not serve options beyond a plain call"
+                assert reasons["new"] == "does not serve mask"
 
 
 def test_forced_and_missing(faked):
@@ -312,20 +359,60 @@ def test_forced_and_missing(faked):
         "old": "was not built for compute capability 9.0, only for 7.5"}
 
 
-@pytest.mark.parametrize(("call", "text"), [
-    ("nothing", None), ("causal", None), ("one row", None),
-    *((name, name) for name in ("softcap", "alibi_slopes", "bias", "mask", "dropout")),
-    ("scale", "a scale that is not positive"),
-    *((name, "a head dim that is not a multiple of 8") for name in ("D", "Dv")),
-    *((name, "a tensor whose base or strides are not multiples of 16 bytes") for name in ("base", "strides")),
+RANGE, MULTIPLE = "causal or a window", "a head dim that is not a multiple of 8"
+VECTORS = "a tensor whose base or strides are not multiples of 16 bytes"
+STRIDE = "a stride of 0 or too large for TMA"
+
+
+@pytest.mark.parametrize(("call", "bare", "plain"), [
+    ("nothing", None, None), ("sink", None, None), ("one row", None, None),
+    *((name, name, name) for name in ("softcap", "alibi_slopes", "bias", "mask", "dropout")),
+    ("scale", "a scale that is not positive", "a scale that is not positive"),
+    ("D", MULTIPLE, MULTIPLE), ("Dv", MULTIPLE, MULTIPLE), ("base", VECTORS, VECTORS),
+    ("strides", VECTORS, VECTORS), *((name, RANGE, None) for name in ("causal", "left", "right")),
+    *((name, STRIDE, None) for name in ("one batch", "one row of k", "one head of v")),
+    ("two", "softcap", "softcap"),
 ])
-def test_beyond_plain(faked, call, text):
-    assert faked["calls"][call] == [text and f"does not serve {text}"] * 2
+def test_what_a_call_needs(faked, call, bare, plain):
+    """The first need that a row does not serve; "bare" serves none, "plain" ranges and any addressing."""
+    assert faked["calls"][call] == [text and f"does not serve {text}" for text in (bare, bare, plain, plain)]
 
 
-def test_beyond_plain_out(faked):
-    assert "16 bytes" in faked["out"]
+def test_what_results_need(faked):
+    assert faked["out"] == f"does not serve {VECTORS}"
+    assert faked["max_logit"] == "does not serve return_max_logit"
+    assert [dict(map(tuple, reasons)) for reasons in faked["dout"]] == [
+        dict.fromkeys(("bare_backward", "plain_backward"), f"does not serve {VECTORS}"),
+        {"bare_backward": f"does not serve {STRIDE}", "plain_backward": ""}]
+    assert faked["packed"] == "bare"                          # whose batch stride is 0
     assert not faked["random state changed"]
+
+
+def chosen(faked, *problem):
+    """The row of the table that serves (chip, op, dtype, D, Dv, needs)."""
+    return next(name for *key, name in faked["table"] if key == list(problem))
+
+
+@pytest.mark.parametrize(("dims", "needs", "kernel"), [
+    ((128, 128), ["range"], r"sm90_bf16_d128_\d+x\d+"), ((128, 128), [], r"sm90_bf16_d128_\d+x\d+_full"),
+    ((64, 64), [], r"sm90_bf16_d64_\d+x\d+"), ((72, 72), ["range"], r"sm90_bf16_d96_\d+x\d+"),
+    ((192, 128), [], r"sm90_bf16_d192v128_\d+x\d+"), ((192, 192), ["range"], r"sm90_bf16_d192_\d+x\d+"),
+    ((256, 256), ["range"], r"sm90_bf16_d256_\d+x\d+"),
+    ((72, 72), ["softcap", "range"], r"sm90_bf16_d128_\d+x\d+_general"),
+    ((64, 64), ["alibi"], r"sm90_bf16_d64_\d+x\d+_general"),
+    ((128, 128), ["bias"], r"sm80_bf16_d128_\d+x\d+_general"),
+    ((128, 128), ["alignment"], r"sm80_bf16_d128_\d+x\d+_general"),
+    ((128, 128), ["addressing"], r"sm80_bf16_d128_\d+x\d+"), ((512, 512), [], "sm80_bf16_simt"),
+])
+def test_the_table_on_hopper(faked, dims, needs, kernel):
+    assert re.fullmatch(f"forward_{kernel}", chosen(faked, 90, "forward", "bfloat16", *dims, needs))
+    assert chosen(faked, 90, "forward", "float32", *dims, needs) == "forward_sm80_f32_simt"
+    assert chosen(faked, 90, "backward", "bfloat16", *dims, needs).startswith("backward_sm80_bf16")
+
+
+def test_the_table_on_other_chips(faked):
+    assert {(chip, name.split("_")[1]) for chip, *_, name in faked["table"]} == {
+        (75, "sm75"), (90, "sm90"), *((chip, "sm80") for chip in (80, 86, 89, 90, 100, 120))}
 
 
 # Every row computes -----------------------------------------------------------------------------------------

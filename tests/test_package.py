@@ -17,6 +17,8 @@ import boundaries
 import pytest
 import torch
 
+from flashattn import _build
+
 ROOT = Path(__file__).resolve().parents[1]
 NEXT_COMMAND = "pip install --no-build-isolation ."
 TOP_FILES = ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "CMakeLists.txt",
@@ -143,7 +145,7 @@ def test_ninja_of_an_environment_that_is_not_activated(tree, tmp_path):
     assert result.output == "checked\n"
 
 
-ALL = "sm75 (7.5), sm80 (8.0, 9.0, 12.0, PTX of 8.0)"
+ALL = "sm75 (7.5), sm80 (8.0, 9.0, 12.0, PTX of 8.0), sm90 (9.0)"
 
 
 @pytest.fixture
@@ -171,7 +173,9 @@ def decide(tree, cuda, *, cards=(), **environment):
 
 @pytest.mark.parametrize("cards, archs, families", [
     ((), None, f"{ALL}, for every card, because none is visible"),
-    (((9, 0),), None, "sm80 (9.0), for the visible cards"),
+    (((9, 0),), None, "sm80 (9.0), sm90 (9.0), for the visible cards"),
+    (((8, 0),), "9.0+PTX", "sm80 (9.0, PTX of 9.0), sm90 (9.0), for FLASHATTN_ARCHS"),
+    ((), "10.0;8.0+PTX", "sm80 (8.0, 10.0, PTX of 8.0), for FLASHATTN_ARCHS"),
     (((8, 6), (7, 5), (7, 0)), None, "sm75 (7.5), sm80 (8.6), for the visible cards"),
     (((9, 0),), "7.5+PTX", "sm75 (7.5, PTX of 7.5), for FLASHATTN_ARCHS"),
     ((), "10.0, 8.9+PTX;8.0+PTX", "sm80 (8.0, 8.9, 10.0, PTX of 8.0), for FLASHATTN_ARCHS"),
@@ -180,6 +184,13 @@ def test_decision_names_the_families(tree, toolkit, cards, archs, families):
     result = decide(tree, "13.2", cards=cards, FLASHATTN_ARCHS=archs, CUDA_HOME=str(toolkit))
     assert f"building the CPU kernels and {families}" in result.output
     assert f"with nvcc in {toolkit}" in result.output and "WARNING" not in result.output
+
+
+def test_only_sm90_is_compiled_for_hopper_alone():
+    assert _build.gencode("sm90", [90], 0) == ["-gencode=arch=compute_90a,code=sm_90a"]
+    assert _build.gencode("sm80", [80, 90], 80) == [
+        "-gencode=arch=compute_80,code=sm_80", "-gencode=arch=compute_90,code=sm_90",
+        "-gencode=arch=compute_80,code=compute_80"]
 
 
 @pytest.mark.parametrize("cuda, archs, mode, reason, warns", [
@@ -347,6 +358,8 @@ def test_nothing_crosses_the_boundaries():
     ("csrc/cpu/forward.h", "#  include <ATen/Parallel.h>", "torch headers"),
     ("csrc/cpu/forward.h", '  asm volatile("nop");', "asm only"),
     ("csrc/cpu/forward.h", '  __asm__("nop");', "asm only"),
+    ("csrc/sm90/forward.cuh", '  asm volatile("nop");', "asm only"),
+    ("csrc/sm90/schedule.cuh", "  forward_kernel<C><<<grid, block>>>(p);", "launches only"),
     ("csrc/mma/fwd.cuh", "  forward_kernel<C><<<grid, block>>>(p);", "launches only"),
     ("csrc/dispatch.h", "#include <cuda_runtime_api.h>", "no CUDA header"),
     ("csrc/instance.h", "#include <pybind11/pybind11.h>", "pybind11 only"),
@@ -371,6 +384,10 @@ def test_a_planted_violation_is_found(tree, path, line, rule):
 @pytest.mark.parametrize("path, line", [
     ("csrc/mma/launch.cuh", "  forward_kernel<C><<<grid, block>>>(p);"),
     ("csrc/common/ptx.cuh", '  asm volatile("cp.async.wait_all;");'),
+    ("csrc/sm90/ptx.cuh", '  asm volatile("nop;");'),
+    ("csrc/sm90/wgmma.cuh", '  asm volatile("wgmma.fence.sync.aligned;");'),
+    ("csrc/sm90/launch.cuh", "  forward_kernel<C><<<grid, block>>>(p);"),
+    ("csrc/sm90/forward.cuh", '#include "any/delta.cuh"'),
     ("csrc/common/ptx.cuh", "#define FLASHATTN_CUDA_CHECK(call) check(call)"),
     ("csrc/mma/fwd.cuh", '#include "common/mask.h"'),
     ("csrc/mma/fwd.cuh", "#if defined(__CUDACC__) && __GNUC__ > 11"),

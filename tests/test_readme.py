@@ -17,13 +17,22 @@ def kernel_table() -> str:
     """csrc/instances.py as a Markdown table; kernels that differ in dtype or tile only share a line."""
     groups = {}
     for row in _build.instances().ROWS:
-        machines, general = ", ".join(row.machines) or "any", getattr(row, "general", True)
-        groups.setdefault((row.op, row.family, machines, row.head_dims, general), []).append(row)
+        machines = ", ".join(row.machines) or "any"
+        groups.setdefault((row.op, row.family, machines, row.head_dims, served(row)), []).append(row)
     lines = [("operation", "family", "machines", "head dims", "serves", "dtypes", "kernels"), ("---",) * 7]
-    for (*key, general), rows in groups.items():
+    for key, rows in groups.items():
         dtypes = dict.fromkeys(dtype for row in rows for dtype in row.dtypes)
-        lines.append((*key, "every call" if general else "plain calls", ", ".join(dtypes), str(len(rows))))
+        lines.append((*key, ", ".join(dtypes), str(len(rows))))
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def served(row) -> str:
+    """What calls a row serves, in words; those of a plain one are explained above the table."""
+    if row.serves == _build.instances().NEEDS:
+        return "every call"
+    calls = "plain calls" if "range" in row.serves else "plain calls, neither causal nor a window"
+    return ", ".join([calls, *(name for need, name in {"softcap": "softcap", "alibi": "ALiBi"}.items()
+                               if need in row.serves)])
 
 
 def test_the_table_of_kernels_is_current():

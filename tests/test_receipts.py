@@ -54,6 +54,12 @@ def test_explained_faults_have_a_reason():
     assert all(line["fault"] and line["reason"] for lines in ledger.values() for line in lines)
 
 
+def test_the_digest_knows_every_folder_of_kernels():
+    csrc = run._build.csrc()
+    folders = {path.relative_to(csrc).parts[0] for path in csrc.rglob("*.cuh")}
+    assert folders <= set(run.SOURCES) and {"mma", "sm90"} <= set(run.SOURCES)
+
+
 def test_a_change_of_a_kernel_changes_the_digest(monkeypatch):
     before = run.digest()
     assert before == run.digest()

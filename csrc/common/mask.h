@@ -28,6 +28,7 @@ struct RowRange {
 struct VisibleKeys {
   int first_offset, last_offset, len_q, len_k;
 
+  VisibleKeys() = default;
   FLASHATTN_HD VisibleKeys(int64_t q, int64_t k, int64_t left, int64_t right)
       : first_offset(static_cast<int>(left < 0 ? -kFar : clamp(k - q - left, -kFar, kFar))),
         last_offset(static_cast<int>(right < 0 ? kFar : clamp(k - q + right + 1, -kFar, kFar))),

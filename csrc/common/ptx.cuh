@@ -106,6 +106,13 @@ __device__ inline float ex2(float x) {
   return y;
 }
 
+// log2 x with an error of about 1e-7 (absolute between 0.5 and 2, relative elsewhere).
+__device__ inline float lg2(float x) {
+  float y;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 __device__ inline float rcp(float x) {
   float y;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));

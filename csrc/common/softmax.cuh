@@ -25,6 +25,15 @@ struct RowResult {
   float factor, lse, max_logit;
 };
 
+// Of a row whose weights, relative to a reference (log2 units), have this total.  The sink (natural logarithm,
+// -inf: none) joins it.
+__device__ inline RowResult finish_row(float total, float reference, float peak, float sink) {
+  const float top = fmaxf(reference, sink * kLog2E), base = top == -INFINITY ? 0.f : top;
+  const float mine = ptx::ex2(reference - base), all = total * mine + ptx::ex2(sink * kLog2E - base);
+  if (all == 0) return {0, -INFINITY, peak * kLn2};
+  return {mine * ptx::rcp(all), (base + ptx::lg2(all)) * kLn2, peak * kLn2};
+}
+
 // Running reference and sum of the rows that a lane holds.  The reference is the largest score so far, or up
 // to kSlack (powers of two) less: weights stay under 2^kSlack, and most blocks need no rescaling.
 template <int m_blocks>
@@ -74,13 +83,9 @@ struct OnlineSoftmax {
     return __any_sync(0xFFFFFFFFu, grew);
   }
 
-  // All lanes of a quad call it.  The sink (natural logarithm, -inf: none) joins the sum.
+  // All lanes of a quad call it.
   __device__ RowResult finish(int m, int half, float sink) const {
-    const float total = quad_sum(sum[m][half]), top = fmaxf(reference[m][half], sink * kLog2E);
-    const float base = top == -INFINITY ? 0.f : top, mine = ptx::ex2(reference[m][half] - base);
-    const float all = total * mine + ptx::ex2(sink * kLog2E - base);
-    if (all == 0) return {0, -INFINITY, peak[m][half] * kLn2};
-    return {mine / all, base * kLn2 + logf(all), peak[m][half] * kLn2};
+    return finish_row(quad_sum(sum[m][half]), reference[m][half], peak[m][half], sink);
   }
 };
 

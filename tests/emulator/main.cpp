@@ -134,7 +134,7 @@ bool run_case(const Instance<Params>& kernel, const Case& c, DType dtype, int nu
       {Order::greedy, 1}, {Order::round_robin, 3}, {Order::greedy_backwards, 2}};
   static const char* const names[] = {"greedy", "round robin", "greedy backwards"};
   Problem problem(c, dtype, number);
-  if (!kernel.general && beyond_plain(static_cast<Params>(problem.params()))) return true;
+  if (needs(static_cast<Params>(problem.params())) & ~kernel.serves) return true;
   printf("%s %d, %s: %s:", kernel.name, number, names[number % 3], c.text().c_str());
   fflush(stdout);
   Reference reference(problem, kBackward);
@@ -163,7 +163,7 @@ template <class Params>
 void run_kernel(const Instance<Params>& kernel, const Arguments& arguments, Counts& counts) {
   const DType dtype = static_cast<DType>(__builtin_ctz(kernel.dtypes));  // CUDA kernels serve one
   const auto cases = make_cases(static_cast<int>(kernel.head_dim), static_cast<int>(kernel.head_dim_v),
-                                kernel.general, arguments.random_cases);
+                                kernel.serves == kEveryNeed, arguments.random_cases);
   for (int number = 0; number < static_cast<int>(cases.size()); ++number) {
     if (number % arguments.parts != arguments.part) continue;
     if (arguments.only_case >= 0 && number != arguments.only_case) continue;

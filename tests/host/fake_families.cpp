@@ -20,30 +20,35 @@ const char* error_text(int) { return "no device"; }
 
 template <class Params>
 constexpr Instance<Params> row(const char* name, const char* family, const Family* module, int level,
-                               uint32_t dtypes, int64_t head_dim, bool general, int64_t shared_bytes) {
-  return {name,          family,   module,  level,        dtypes,
-          head_dim,      head_dim, general, shared_bytes, workspace<Params>,
+                               uint32_t dtypes, int64_t head_dim, uint32_t serves, int64_t shared_bytes) {
+  return {name,          family,   module, level,        dtypes,
+          head_dim,      head_dim, serves, shared_bytes, workspace<Params>,
           launch<Params>};
 }
 
-constexpr uint32_t kHalf = dtype_set(DType::f16), kBoth = dtype_set(DType::f16, DType::bf16);
-constexpr uint32_t kEvery = dtype_set(DType::f32, DType::f64, DType::f16, DType::bf16);
+constexpr uint32_t kHalf = set_of(DType::f16), kBoth = set_of(DType::f16, DType::bf16);
+constexpr uint32_t kEvery = set_of(DType::f32, DType::f64, DType::f16, DType::bf16);
+constexpr uint32_t kSome = set_of(Need::range, Need::addressing, Need::max_logit);
 
 extern const Family sm75, sm80, plain_cpu;
-const Instance<ForwardParams> kNew = row<ForwardParams>("new", "sm80", &sm80, 80, kBoth, 64, false, 48 << 10);
+const Instance<ForwardParams> kNew = row<ForwardParams>("new", "sm80", &sm80, 80, kBoth, 64, kSome, 48 << 10);
 const Instance<ForwardParams> kWide =
-    row<ForwardParams>("wide", "sm80", &sm80, 80, kBoth, 128, false, 160 << 10);
-const Instance<ForwardParams> kRest = row<ForwardParams>("rest", "sm80", &sm80, 80, kEvery, 0, true, 0);
-const Instance<ForwardParams> kOld = row<ForwardParams>("old", "sm75", &sm75, 75, kHalf, 128, true, 64 << 10);
+    row<ForwardParams>("wide", "sm80", &sm80, 80, kBoth, 128, kSome, 160 << 10);
+const Instance<ForwardParams> kRest = row<ForwardParams>("rest", "sm80", &sm80, 80, kEvery, 0, kEveryNeed, 0);
+const Instance<ForwardParams> kOld =
+    row<ForwardParams>("old", "sm75", &sm75, 75, kHalf, 128, kEveryNeed, 64 << 10);
+const Instance<ForwardParams> kBare = row<ForwardParams>("bare", "plain_cpu", nullptr, 0, kEvery, 0, 0, 0);
 const Instance<ForwardParams> kPlain =
-    row<ForwardParams>("plain", "plain_cpu", nullptr, 0, kEvery, 0, false, 0);
+    row<ForwardParams>("plain", "plain_cpu", nullptr, 0, kEvery, 0, kSome, 0);
+const Instance<BackwardParams> kBareBackward =
+    row<BackwardParams>("bare_backward", "plain_cpu", nullptr, 0, kEvery, 0, 0, 0);
 const Instance<BackwardParams> kPlainBackward =
-    row<BackwardParams>("plain_backward", "plain_cpu", nullptr, 0, kEvery, 0, false, 0);
+    row<BackwardParams>("plain_backward", "plain_cpu", nullptr, 0, kEvery, 0, kSome, 0);
 
 const Instance<ForwardParams>* const kForward80[] = {&kNew, &kWide, &kRest, nullptr};
 const Instance<ForwardParams>* const kForward75[] = {&kOld, nullptr};
-const Instance<ForwardParams>* const kForwardCpu[] = {&kPlain, nullptr};
-const Instance<BackwardParams>* const kBackwardCpu[] = {&kPlainBackward, nullptr};
+const Instance<ForwardParams>* const kForwardCpu[] = {&kBare, &kPlain, nullptr};
+const Instance<BackwardParams>* const kBackwardCpu[] = {&kBareBackward, &kPlainBackward, nullptr};
 const Instance<BackwardParams>* const kNoBackward[] = {nullptr};
 const Instance<DecodeParams>* const kNoDecode[] = {nullptr};
 const int kImages75[] = {75, 0}, kImages80[] = {80, 90, 120, 0}, kNoImages[] = {0};

@@ -72,14 +72,36 @@ bool check(const char* name, const char* type, double error, double bound) {
   return error <= bound;
 }
 
+// Strides and sizes that no tensor in the memory of a test has.
+bool check_addressing() {
+  constexpr int64_t kLong = int64_t{1} << 40;
+  ForwardParams p{};
+  p.batch = p.heads_q = p.heads_k = 2, p.head_dim = p.head_dim_v = 64, p.dtype = DType::f16;
+  p.score.scale = 1, p.score.window_left = p.score.window_right = -1;
+  p.seqlen_q.total = p.seqlen_k.total = 10;
+  p.q = p.k = p.v = p.out = {nullptr, 640, 128, 64};
+  const auto with = [&p](int64_t batch, int64_t row, int64_t total) {
+    ForwardParams changed = p;
+    changed.k.batch = batch, changed.k.row = row, changed.seqlen_k.total = total;
+    return needs(changed);
+  };
+  const uint32_t far = set_of(Need::addressing);
+  const bool right = with(640, 128, 10) == 0 && with(kLong / 2 - 8, 128, 10) == 0 &&
+                     with(kLong / 2, 128, 10) == far && with(640, kLong / 2, 10) == far &&
+                     with(640, kLong / 2, 1) == 0 && with(640, 128, kLong >> 9) == far &&
+                     with(640, 0, 10) == far && with(0, 128, 10) == far && with(640, 4, 10) != 0;
+  std::printf("needs of strides and sizes%s\n", right ? "" : "  FAILED");
+  return right;
+}
+
 }  // namespace
 
 int main() {
-  bool right = true;
+  bool right = check_addressing();
   int checked = 0;
   for (const auto* kernel : instances<ForwardParams>()) {
     const std::string reason =
-        why_not(*kernel, {Device::cpu, cpu_level(), 0, DType::f32, kDim, kDimV, nullptr});
+        why_not(*kernel, {Device::cpu, cpu_level(), 0, DType::f32, kDim, kDimV, 0, kSeqK});
     if (!reason.empty()) {
       std::printf("%s: %s\n", kernel->name, reason.c_str());
       continue;

@@ -32,7 +32,7 @@ sys.path.insert(0, str(ROOT / "flashattn"))
 import _build  # noqa: E402  (by path: the package may not be compiled yet)
 
 sys.path.pop(0)
-SOURCES = ("common", "mma", "any", "families", "params.h", "instance.h")  # of csrc/, and the rows
+SOURCES = ("common", "mma", "sm90", "any", "families", "params.h", "instance.h")  # of csrc/, and the rows
 SUITE = ("test_forward.py", "test_backward.py", "test_pairs.py", "test_regressions.py", "test_properties.py",
          "test_errors.py", "test_torch.py", "test_cuda.py")
 # Names of tests that need decode kernels, which CUDA does not have yet.
@@ -220,7 +220,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
-    parser.add_argument("--families", nargs="+", default=["sm80", "sm75"], help="of the suite")
+    parser.add_argument("--families", nargs="+", default=_build.instances().CUDA_MODULES[::-1],
+                        help="of the suite")
     parser.add_argument("--files", nargs="+", choices=SUITE, default=SUITE, help="of the suite")
     parser.add_argument("--workers", type=int, default=8)
     parser.add_argument("--limit", type=float, default=7200, help="seconds for everything")

@@ -118,6 +118,7 @@ inline float ex2(float x) {
   const float y = std::exp2(x);
   return y < 0x1p-126f ? 0.f : y;
 }
+inline float lg2(float x) { return std::log2(x); }
 inline float rcp(float x) { return 1 / x; }
 
 template <DType dtype>

@@ -1,0 +1,135 @@
+// Host side of the Hopper kernels: tensor maps, grids, order of the tiles.
+#pragma once
+
+#include <algorithm>
+#include <climits>
+#include <atomic>
+
+#include "common/launch.cuh"
+#include "sm90/forward.cuh"
+#include "sm90/tensor_map.cuh"
+
+namespace flashattn::sm90 {
+
+template <class C>
+constexpr int64_t forward_shared_bytes() {
+  return ForwardShared<C>::kBytes;
+}
+
+template <class C>
+Workspace forward_workspace(const ForwardParams&) {
+  return {};
+}
+
+inline int processors() {
+  static thread_local int known_device = -1, known_count = 0;
+  int device = 0;
+  cudaGetDevice(&device);
+  if (device != known_device) {
+    cudaDeviceGetAttribute(&known_count, cudaDevAttrMultiProcessorCount, device);
+    known_device = device;
+  }
+  return known_count;
+}
+
+// A counter for a launch, -1: none.  Launches that may run at the same time need different ones.  Eager launches
+// take them in turn, and far fewer can be queued than there are.  A graph keeps its own for good: when they have
+// run out, tiles are handed out without a counter.
+inline int take_ticket(cudaStream_t stream) {
+  static std::atomic<unsigned> eager{0};
+  static std::atomic<int> captured{0};
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  cudaStreamIsCapturing(stream, &status);
+  if (status == cudaStreamCaptureStatusNone) return static_cast<int>(eager++ % (kTickets / 2));
+  if (captured >= kTickets / 2) return -1;
+  const int ticket = captured++;
+  return ticket < kTickets / 2 ? kTickets / 2 + ticket : -1;
+}
+
+// Query heads that share a tile: all of a KV head if that leaves fewer rows of tiles empty.
+template <class C>
+int heads_in_tile(const ForwardParams& p) {
+  const int64_t group = p.heads_q / p.heads_k, rows = p.seqlen_q.rows;
+  const auto filled = [](int64_t rows) {
+    return static_cast<double>(rows) / ((rows + C::kRows - 1) / C::kRows * C::kRows);
+  };
+  const bool possible = group <= 64 && (group & (group - 1)) == 0;
+  return possible && filled(rows) < 0.9 * filled(rows * group) ? static_cast<int>(group) : 1;
+}
+
+// c tanh(f x) with tanh's odd polynomial of least error on [-end, end].  Weights below 2^-24 of a row's sum do not
+// count, so that arguments may be too negative (the polynomial grows with them), and no logit of a fast update
+// exceeds its reference by more than kLargestPower.
+inline SoftcapPolynomial softcap_polynomial(float c, float f, const float (&coefficients)[5], float tanh_end) {
+  SoftcapPolynomial polynomial{};
+  float factor = c * f;
+  for (int i = 0; i < 5; ++i, factor *= f * f) polynomial.factors[i] = coefficients[i] * factor;
+  polynomial.bounds = {24 - c * tanh_end, c * tanh_end - OnlineSoftmax::kLargestPower};
+  return polynomial;
+}
+
+inline Logits logits(const Score& score) {
+  constexpr float kNear[5] = {0.999990205f, -0.332684106f, 0.122480377f},  // on [-0.35, 0.35], error 5e-7
+      kFar[5] = {0.999998495f, -0.333269731f, 0.132574549f, -0.050195259f, 0.0131941882f};  // 0.7, 1e-7
+  Logits logits{};
+  logits.scale = static_cast<float>(score.scale) * kLog2E;
+  if (score.softcap > 0) {
+    logits.softcap = static_cast<float>(score.softcap) * kLog2E;
+    logits.cap_slope = static_cast<float>(score.scale / score.softcap);
+    logits.near = softcap_polynomial(logits.softcap, logits.cap_slope, kNear, 0.3363755f);
+    logits.far = softcap_polynomial(logits.softcap, logits.cap_slope, kFar, 0.6043678f);
+  }
+  return logits;
+}
+
+template <class C>
+int launch_forward(const ForwardParams& p, void* stream) {
+  const auto cuda_stream = static_cast<cudaStream_t>(stream);
+  Forward f{};
+  f.p = p;
+  f.logits = logits(p.score);
+  const int group = heads_in_tile<C>(p);
+  const int64_t units = p.heads_q / group;
+  const bool ragged = p.seqlen_q.cu || p.seqlen_q.used || p.seqlen_k.cu || p.seqlen_k.used;
+  const int64_t rows = p.seqlen_q.rows * group, of_unit = (rows + C::kRows - 1) / C::kRows;
+  const int64_t total_rows = p.seqlen_q.cu ? p.seqlen_q.total * group : rows * p.batch;
+  const int64_t tiles =  // at most
+      ragged ? std::min(of_unit * p.batch, total_rows / C::kRows + p.batch) * units : of_unit * p.batch * units;
+  if (tiles == 0) return cudaSuccess;
+  if (tiles > INT_MAX) return cudaErrorInvalidValue;
+  const int64_t blocks = std::min<int64_t>(tiles, C::kBlocks * processors());
+
+  Schedule& schedule = f.schedule;
+  while (1 << schedule.group < group) ++schedule.group;
+  schedule.units = Divisor(static_cast<unsigned>(units));
+  schedule.units_of_k = Divisor(static_cast<unsigned>(units / p.heads_k));
+  schedule.ticket = tiles > blocks ? take_ticket(cuda_stream) : -1;
+  if (!ragged) {
+    // Tiles of so many heads together that short ones fill the gaps at the end, and that blocks of one head walk
+    // over K and V at the same time; without a causal mask they do that tile after tile of a head.
+    const int64_t together = p.score.window_right < 0 ? 1 : p.seqlen_k.rows > 2048 ? 1024 : 512;
+    const int64_t section = std::min(std::max<int64_t>(1, together / of_unit), p.batch * units);
+    schedule.tiles = static_cast<int>(tiles);
+    schedule.tiles_of_unit = static_cast<int>(of_unit);
+    schedule.all_units = static_cast<int>(p.batch * units);
+    schedule.section = Divisor(static_cast<unsigned>(section));
+    schedule.tiles_of_section = Divisor(static_cast<unsigned>(section * of_unit));
+    schedule.visible = {p.seqlen_q.rows, p.seqlen_k.rows, p.score.window_left, p.score.window_right};
+  }
+
+  const bool packed_q = p.seqlen_q.cu, packed_k = p.seqlen_k.cu;
+  const int64_t q_rows = packed_q ? p.seqlen_q.total : p.seqlen_q.rows,
+                k_rows = packed_k ? p.seqlen_k.total : p.seqlen_k.rows;
+  const bool no_keys = k_rows == 0;  // then nothing reads them, and the maps are of something that exists
+  const int64_t batch_q = packed_q ? 1 : p.batch, batch_k = packed_k ? 1 : p.batch;
+  int error = make_map<C>(f.q, p.q, p.head_dim, group, q_rows, units, batch_q, C::kRows);
+  if (!error) error = make_map<C>(f.out, p.out, p.head_dim_v, group, q_rows, units, batch_q, 64);
+  if (no_keys) f.k = f.v = f.q;
+  if (!error && !no_keys) error = make_map<C>(f.k, p.k, p.head_dim, 1, k_rows, p.heads_k, batch_k, C::kKeys);
+  if (!error && !no_keys) error = make_map<C>(f.v, p.v, p.head_dim_v, 1, k_rows, p.heads_k, batch_k, C::kKeys);
+  if (error) return error;
+  return launch_kernel(forward_kernel<C>, blocks, ForwardShared<C>::kThreads, ForwardShared<C>::kBytes, f,
+                       cuda_stream);
+}
+
+}  // namespace flashattn::sm90

@@ -1,0 +1,43 @@
+// Shared-memory tiles as the copy engine writes them and wgmma reads them.
+#pragma once
+
+#include "common/tile.cuh"
+#include "sm90/ptx.cuh"
+
+namespace flashattn::sm90 {
+
+// d (64 x n) = a b, plus d if `add`: the wrappers of one shape, written by csrc/instances.py.
+//   ss(d, a, b, add): a and b by descriptor, both with contiguous k
+//   rs<rows>(d, a, b, add): a in registers; b with contiguous k, or, for rows = 1, with contiguous n
+template <DType dtype, int n>
+struct Wgmma;
+
+// (rows, columns) 16-bit elements in slabs of 64 columns: rows of 128 bytes whose 16-byte chunks are swizzled.
+template <int rows, int columns>
+struct SlabTile {
+  static constexpr int kSlabs = (columns + 63) / 64, kSlabBytes = rows * 128, kBytes = kSlabs * kSlabBytes;
+  static_assert(rows % 8 == 0, "whole periods of the swizzle");
+
+  uint32_t base;  // a multiple of 1024
+
+  __device__ uint32_t chunk(int row, int index) const {
+    return base + index / 8 * kSlabBytes + row * 128 + ((index % 8 ^ (row & 7)) << 4);
+  }
+
+  // Matrix descriptors (PTX ISA, "Asynchronous warpgroup level matrix operations").  Rows of contiguous k:
+  // 8-row groups are 1024 bytes apart.
+  __device__ uint64_t rows_of_k(int row) const { return descriptor(base + row * 128, 1); }
+  __device__ static constexpr uint64_t k_step(int k) { return (k / 64 * kSlabBytes + k % 64 * 2) >> 4; }
+
+  // Rows are k and columns contiguous n: slabs of n are kSlabBytes apart.
+  __device__ uint64_t columns_of_n() const { return descriptor(base, kSlabBytes >> 4); }
+  __device__ static constexpr uint64_t row_step(int k) { return k * 128 >> 4; }
+
+ private:
+  __device__ static uint64_t descriptor(uint32_t address, uint64_t slab_step) {
+    constexpr uint64_t kGroupStep = 1024 >> 4, kSwizzle128 = 1;
+    return (address & 0x3FFFF) >> 4 | slab_step << 16 | kGroupStep << 32 | kSwizzle128 << 62;
+  }
+};
+
+}  // namespace flashattn::sm90

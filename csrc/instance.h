@@ -17,11 +17,11 @@ enum class Need : uint8_t {
   bias,
   mask,
   dropout,
-  scale,       // not positive
-  head_dim,    // not a multiple of 8
-  alignment,   // a base or stride that is not a multiple of 16 bytes
-  range,       // causal or a window
-  addressing,  // a stride or size that no TMA descriptor holds
+  scale,         // not positive
+  head_dim,      // not a multiple of 8
+  alignment,     // a base or stride that is not a multiple of 16 bytes
+  many_queries,  // packed sequences, or more than 128 queries
+  addressing,    // a stride or size that no TMA descriptor holds
   max_logit,
 };
 

@@ -21,9 +21,9 @@ PARTIAL_MODULES = ("sm90",)  # serve a part of the calls; the module before is b
 MODULES = ("cpu", *CUDA_MODULES)
 ABI_HEADERS = ("params.h", "instance.h")  # what the modules share
 # What a call may ask beyond a softmax over all keys, Need in instance.h; a row serves some of them.
-NEEDS = ("softcap", "alibi", "bias", "mask", "dropout", "scale", "head_dim", "alignment", "range",
+NEEDS = ("softcap", "alibi", "bias", "mask", "dropout", "scale", "head_dim", "alignment", "many_queries",
          "addressing", "max_logit")
-PLAIN = ("range", "addressing", "max_logit")  # what costs a kernel nothing
+PLAIN = ("many_queries", "addressing", "max_logit")  # what costs a kernel nothing
 
 
 @dataclass(frozen=True)
@@ -135,8 +135,9 @@ class TensorCores(Cuda):
         width = f"d{self.head_dim}" + (f"v{self.head_dim_v}" if self.head_dim_v != self.head_dim else "")
         return f"{self.op}_{self.family}_{DTYPES[self.dtype]}_{width}_{self.rows}x{self.keys}{marks}"
 
-    def unit_with(self, folder: str, integers: dict[str, int], flags: dict[str, bool]) -> str:
-        """The unit: constants for the kernel of a folder, named as in C++ without the k."""
+    def unit_with(self, folder: str, integers: dict[str, int], flags: dict[str, bool],
+                  before: str = "") -> str:
+        """The unit: constants for the kernel of a folder, named as in C++ without the k; code before it."""
         constants = ", ".join(f"k{name} = {value}" for name, value in integers.items())
         booleans = ", ".join(f"k{name} = {str(value).lower()}" for name, value in flags.items())
         row = instance(self, f"{folder}::{self.op}_shared_bytes<{self.name}>()",
@@ -144,7 +145,7 @@ class TensorCores(Cuda):
                        f"{folder}::launch_{self.op}<{self.name}>")
         return f"""// Generated from csrc/instances.py.
 #include "instance.h"
-#include "{folder}/launch.cuh"
+{before}#include "{folder}/launch.cuh"
 
 namespace flashattn {{
 struct {self.name} {{
@@ -193,6 +194,7 @@ class Hopper(TensorCores):
     serves: tuple[str, ...]  # of NEEDS
     keys: int  # in a tile
     warpgroups: int  # that compute, each 64 rows of the tile
+    blocks: int  # that share a multiprocessor
     query_stages: int  # tiles in flight
     key_stages: int
     value_stages: int
@@ -210,16 +212,45 @@ class Hopper(TensorCores):
 
     @property
     def name(self) -> str:
-        return self.name_with(("" if "range" in self.serves else "_full")
+        return self.name_with(("" if "many_queries" in self.serves else "_few")
                               + ("_general" if "softcap" in self.serves else ""))
 
     def unit(self) -> str:
+        wrappers = "".join(wgmma(DTYPES[self.dtype], n) for n in sorted({self.keys, self.head_dim_v}))
+        before = ('#include "sm90/wgmma.cuh"\n\n'
+                  f"namespace flashattn::sm90 {{\n{wrappers}}}  // namespace flashattn::sm90\n\n")
         return self.unit_with("sm90", {
             "HeadDim": self.head_dim, "HeadDimV": self.head_dim_v, "Rows": self.rows, "Keys": self.keys,
-            "Warpgroups": self.warpgroups, "QueryStages": self.query_stages, "KeyStages": self.key_stages,
-            "ValueStages": self.value_stages}, {
+            "Warpgroups": self.warpgroups, "Blocks": self.blocks, "QueryStages": self.query_stages,
+            "KeyStages": self.key_stages, "ValueStages": self.value_stages}, {
             "QueriesInRegisters": self.queries_in_registers, "Turns": self.turns,
-            "Ranges": "range" in self.serves, "General": "softcap" in self.serves})
+            "General": "softcap" in self.serves}, before)
+
+
+def wgmma(dtype: str, n: int) -> str:
+    """The wrappers of wgmma for one shape (Wgmma in csrc/sm90/wgmma.cuh): an instruction has a list of n / 2
+    results, which C++ cannot write for any n."""
+    count = n // 2
+    results = ", ".join(f"%{i}" for i in range(count))
+    outputs = ", ".join(f'"+f"(d[{i}])' for i in range(count))
+    a = ", ".join(f"%{count + 1 + i}" for i in range(4))
+    begin = (f'asm volatile("{{ .reg .pred add; setp.ne.b32 add, %{count}, 0; '
+             f'wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{dtype}.{dtype} {{{results}}}, ')
+    return f"""template <>
+struct Wgmma<DType::{dtype}, {n}> {{
+  __device__ static void ss(float (&d)[{count}], uint64_t a, uint64_t b, int add) {{
+    {begin}%{count + 1}, %{count + 2}, add, 1, 1, 0, 0; }}"
+                 : {outputs}
+                 : "r"(add), "l"(a), "l"(b));
+  }}
+  template <int rows>
+  __device__ static void rs(float (&d)[{count}], const uint32_t (&a)[4], uint64_t b, int add) {{
+    {begin}{{{a}}}, %{count + 5}, add, 1, 1, %{count + 6}; }}"
+                 : {outputs}
+                 : "r"(add), "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(rows));
+  }}
+}};
+"""
 
 
 @dataclass(frozen=True)
@@ -376,20 +407,23 @@ _SM75_TILES = (  # 64 KB of shared memory, no asynchronous copies
     ("backward", 64, 64, True, 64, 64, 8, 1, 1, 4, 4),
     ("backward", 128, 128, True, 32, 32, 4, 1, 1, 2, 2),
 )
-_RANGES, _ALL_KEYS = ("range", "max_logit"), ("max_logit",)
-_SCORES = (*_RANGES, "softcap", "alibi")
-# op, head dims (D, Dv), serves, keys in a tile, warpgroups, stages of q, k and v, q in registers, turns.
+_FEW = ("max_logit",)
+_MANY = (*_FEW, "many_queries")
+_SCORES = (*_MANY, "softcap", "alibi")
+# op, head dims (D, Dv), serves, keys in a tile, warpgroups, blocks, stages of q, k and v,
+# q in registers, turns.
 _SM90_TILES = (
-    ("forward", 64, 64, _RANGES, 128, 3, 2, 2, 2, False, True),
-    ("forward", 96, 96, _RANGES, 128, 2, 1, 2, 2, True, True),
-    ("forward", 128, 128, _ALL_KEYS, 80, 3, 2, 2, 2, False, True),
-    ("forward", 128, 128, _RANGES, 128, 2, 2, 3, 2, True, True),
-    ("forward", 192, 128, _RANGES, 96, 2, 1, 3, 2, False, False),
-    ("forward", 192, 192, _RANGES, 80, 2, 1, 3, 2, False, False),
-    ("forward", 256, 256, _RANGES, 64, 2, 1, 3, 2, False, False),
-    ("forward", 64, 64, _SCORES, 128, 2, 1, 2, 2, False, True),
-    ("forward", 128, 128, _SCORES, 128, 2, 1, 2, 2, False, True),
-    ("forward", 256, 256, _SCORES, 64, 2, 1, 2, 2, False, False),
+    ("forward", 64, 64, _FEW, 64, 1, 3, 2, 2, 2, False, False),
+    ("forward", 64, 64, _MANY, 128, 3, 1, 2, 2, 2, False, True),
+    ("forward", 80, 80, _MANY, 128, 2, 1, 2, 2, 2, True, True),
+    ("forward", 96, 96, _MANY, 128, 2, 1, 2, 2, 2, True, True),
+    ("forward", 128, 128, _MANY, 128, 2, 1, 2, 3, 2, True, True),
+    ("forward", 192, 128, _MANY, 128, 2, 1, 1, 2, 2, False, True),
+    ("forward", 192, 192, _MANY, 96, 2, 1, 1, 2, 2, False, True),
+    ("forward", 256, 256, _MANY, 64, 2, 1, 1, 3, 2, False, True),
+    ("forward", 64, 64, _SCORES, 128, 2, 1, 2, 2, 2, False, True),
+    ("forward", 128, 128, _SCORES, 128, 2, 1, 2, 2, 2, False, True),
+    ("forward", 256, 256, _SCORES, 48, 2, 1, 1, 3, 2, False, True),
 )
 _MMA = {"sm80": (_SM80_TILES, ("bfloat16", "float16")), "sm75": (_SM75_TILES, ("float16",))}
 _SIMT_OPS = ("forward", "backward")

@@ -5,6 +5,7 @@ Prints ``file:line: rule: text`` for each violation and exits with 1 if there is
 
 from __future__ import annotations
 
+import ast
 import re
 import sys
 from collections.abc import Iterator
@@ -15,14 +16,15 @@ FOLDERS = ("cpu", "mma", "sm90")  # of kernels; any/ and common/ are everybody's
 ENVIRONMENT_READERS = ("setup.py", "flashattn/_build.py", "flashattn/_load.py", "flashattn/jit.py")
 MOST_VARIABLES = 6
 
-# (rule, where the pattern is searched, pattern, where it is allowed)
+# (rule, where the pattern is searched, pattern, where it is allowed: a file, or file.py:function)
 SEARCHES = (
     ("torch headers only in the binding", CXX, r'#\s*include\s*[<"](torch|ATen|c10)/',
      r"csrc/((ops|autograd|python)\.cpp|ops_checks\.h)"),
     ("no CUDA header in flashattn._C", CXX, r'#\s*include\s*[<"](cuda|cooperative_groups)',
      r"csrc/(families/.*|(common|any|mma|sm90)/.*\.cuh)"),
     ("pybind11 only in the modules", CXX, r'#\s*include\s*[<"]pybind11/', r"csrc/families/module\.h"),
-    ("asm only in the PTX wrappers", CXX, r"\b(__)?asm(__)?\b", r"csrc/(common/ptx|sm90/(ptx|wgmma))\.cuh"),
+    ("asm only in the PTX wrappers", (*CXX, ".py"), r"\b(__)?asm(__)?\b",
+     r"csrc/((common|sm90)/ptx\.cuh|instances\.py:wgmma)"),
     ("launches only in launch.cuh and any/", CXX, r"<<<", r"csrc/(\w+/launch\.cuh|any/.*)"),
     ("no function-like macro", CXX, r"#\s*define\s+(?!FLASHATTN_CUDA_CHECK\()\w+\(", None),
     ("no #if for features", CXX, r"#\s*(el)?if(n?def)?\b(?!(\W|defined|__\w+__|__clang__|__CUDACC__|_OPENMP|"
@@ -38,15 +40,23 @@ def violations(root: Path) -> Iterator[str]:
         if file.suffix not in (*CXX, ".py"):
             continue
         path, lines = file.relative_to(root).as_posix(), file.read_text().splitlines()
+        functions = _functions("\n".join(lines)) if file.suffix == ".py" else {}
         for number, line in enumerate(lines, 1):
-            for rule in _broken(path, file.suffix, line):
+            for rule in _broken(path, functions.get(number), file.suffix, line):
                 yield f"{path}:{number}: {rule}: {line.strip()}"
     yield from _variables(root)
 
 
-def _broken(path: str, suffix: str, line: str) -> Iterator[str]:
+def _functions(text: str) -> dict[int, str]:
+    """The function of a module that each line belongs to."""
+    return {line: node.name for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)
+            for line in range(node.lineno, node.end_lineno + 1)}
+
+
+def _broken(path: str, function: str | None, suffix: str, line: str) -> Iterator[str]:
     for rule, suffixes, pattern, allowed in SEARCHES:
-        if suffix in suffixes and re.search(pattern, line) and not (allowed and re.fullmatch(allowed, path)):
+        if suffix in suffixes and re.search(pattern, line) and not any(
+                allowed and re.fullmatch(allowed, place) for place in (path, f"{path}:{function}")):
             yield rule
     folder = re.match(r"csrc/(\w+)/", path)
     included = re.search(r'#\s*include\s*"(\w+)/', line)

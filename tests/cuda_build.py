@@ -28,7 +28,7 @@ for chip in CHIPS:
     for op in ("forward", "backward"):
         for dtype in table.DTYPES:
             chosen = [serving(chip, op, dtype, head_dim, needs) for head_dim in (64, 128, 256)
-                      for needs in ((), ("range",), ("softcap",), table.NEEDS)]
+                      for needs in ((), ("many_queries",), ("softcap",), table.NEEDS)]
             assert all(chosen), (chip, op, dtype, chosen)
             print(f"compute capability {chip / 10}, {op} {dtype}: {', '.join(dict.fromkeys(chosen))}")
 

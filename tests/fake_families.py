@@ -31,7 +31,7 @@ found["choices"] = [
      extension.candidates("forward", "cuda", dtype, head_dim, head_dim, needs, chip, kilobytes << 10)]
     for (chip, kilobytes), dtype, head_dim, needs in itertools.product(
         CHIPS.items(), ("float16", "bfloat16", "float32"), (64, 128, 256),
-        ([], ["range", "addressing", "max_logit"], ["max_logit", "mask", "scale"]))]
+        ([], ["many_queries", "addressing", "max_logit"], ["max_logit", "mask", "scale"]))]
 with flashattn.force_family("sm75"):
     found["forced"] = extension.candidates("forward", "cuda", "float16", capability=90,
                                            shared_bytes=227 << 10)
@@ -40,6 +40,7 @@ found["decode"] = extension.candidates("decode", "cuda", "float16", capability=9
 extension.add_family(fakes.plain_cpu)
 q = torch.randn(2, 4, 2, 16)
 odd = torch.randn(2, 4, 2, 20)[..., 1:17]
+many = torch.randn(1, 129, 1, 16)
 calls = {
     "nothing": ((q, q, q), {}),
     "sink": ((q, q, q), {"sink": torch.zeros(2)}),
@@ -47,6 +48,8 @@ calls = {
     "left": ((q, q, q), {"window": (3, None)}),
     "right": ((q, q, q), {"window": (None, 0)}),
     "one row": ((q[:1, :1, :1], odd[:1, :1, :1].clone(), q[:1, :1, :1]), {}),
+    "128 queries": ((many[:, :128], many, many), {}),
+    "129 queries": ((many, q[:1, :, :1], q[:1, :, :1]), {}),
     "softcap": ((q, q, q), {"softcap": 2.0}),
     "alibi_slopes": ((q, q, q), {"alibi_slopes": torch.ones(2)}),
     "bias": ((q, q, q), {"bias": torch.zeros(1, 1, 1, 4)}),
@@ -61,6 +64,7 @@ calls = {
     "one row of k": ((q, q[:, :1].expand(2, 4, 2, 16), q), {}),
     "one head of v": ((q, q, q[:, :, :1].expand(2, 4, 2, 16)), {}),
     "two": ((q, q, q), {"mask": torch.ones(1, 1, 1, 4, dtype=torch.bool), "softcap": 2.0, "causal": True}),
+    "two of a layout": ((many, many[:, :1].expand(1, 129, 1, 16), many), {}),
 }
 state = torch.get_rng_state()
 found["calls"] = {name: [flashattn.explain(*tensors, op=op, **options).rejected.get(row) for op, row in (
@@ -71,9 +75,11 @@ found["out"] = flashattn.explain(q, q, q, out=odd).rejected.get("plain")
 lse = torch.zeros(2, 2, 4)
 found["dout"] = [extension.explain(lambda dout=dout: flashattn.backward(dout, q, q, q, q, lse))[:2]
                  for dout in (odd, q[:, :, :1].expand(2, 4, 2, 16))]
-found["max_logit"] = flashattn.explain(q, q, q, return_max_logit=True).rejected.get("bare")
+found["max_logit"] = [flashattn.explain(q, q, q, return_max_logit=True).rejected.get(row)
+                      for row in ("bare", "plain")]
 lengths = torch.tensor([0, 3, 8], dtype=torch.int32)
-found["packed"] = flashattn.explain(*[q.flatten(0, 1)] * 3, cu_seqlens_q=lengths, cu_seqlens_k=lengths).kernel
+packed = flashattn.explain(*[q.flatten(0, 1)] * 3, cu_seqlens_q=lengths, cu_seqlens_k=lengths)
+found["packed"] = [packed.kernel, packed.rejected["bare"]]
 found["random state changed"] = not torch.equal(state, torch.get_rng_state())
 
 for family in _load.CUDA_FAMILIES:
@@ -84,5 +90,6 @@ found["table"] = [
     for (chip, kilobytes), op, dtype, dims, needs in itertools.product(
         CHIPS.items(), ("forward", "backward"), ("bfloat16", "float32"),
         ((64, 64), (72, 72), (128, 128), (192, 128), (192, 192), (256, 256), (512, 512)),
-        ([], ["range"], ["softcap", "range"], ["alibi"], ["bias"], ["addressing"], ["alignment"]))]
+        ([], ["many_queries"], ["softcap", "many_queries"], ["alibi"], ["bias"], ["addressing"],
+         ["alignment"]))]
 print(json.dumps(found))

@@ -68,7 +68,7 @@ def needs(row, device) -> str:
 
 def calls(row) -> list[str]:
     """Names of OPTIONS that together ask for all that the row serves."""
-    names = ["causal window" if "range" in row.serves else "none"]
+    names = ["causal window"]
     if row.serves == TABLE.NEEDS:
         return [*names, "all"]
     return names + [name for name in ("softcap", "alibi") if name in row.serves]
@@ -128,6 +128,21 @@ def test_the_dropout_mask_is_that_of_the_cpu(device, dtype):
 def test_head_dims(device, dtype, dims):
     q, k, v = dense(device, dtype, len_q=70, len_k=90, dims=dims)
     check_backward(q, k, v, causal=True)
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize("dim", range(8, 257, 8))
+def test_every_head_dim_and_length(device, dtype, dim):
+    """What the dispatcher chooses, Dv = D and other; all of these together have each length to 300 twice."""
+    for dim_v in (dim, 264 - dim):
+        number = dim // 4 - 2 + HALF.index(dtype) + 64 * (dim_v != dim)  # of 128
+        lens_q = [(5 * number + i) % 300 + 1 for i in range(5)]
+        lens_k = [(7 * n + 150) % 300 + 1 for n in lens_q]
+        options = {"return_max_logit": False} | ({}, {"causal": True}, {"window": (17, 9)})[number % 3]
+        q, k, v, layout = packed(device, lens_q, lens_k, dtype, dims=(dim, dim_v))
+        check_forward(q, k, v, **layout, **options)
+        q, k, v = dense(device, dtype, len_q=lens_q[0], len_k=lens_k[0], dims=(dim, dim_v))
+        check_forward(q, k, v, **options)
 
 
 @pytest.mark.parametrize("options", [{}, {"softcap": 2.0}], ids=str)
@@ -194,7 +209,7 @@ def recycle(device, value):
     del blocks
 
 
-@pytest.mark.parametrize("dims", [(64, 64), (40, 72), (128, 128), (256, 256), (300, 300)], ids=str)
+@pytest.mark.parametrize("dims", [*PLAIN_DIMS, (40, 72), (72, 72), (300, 300)], ids=str)
 @pytest.mark.parametrize("name", ["causal", "all"])
 def test_recycled_memory_and_gaps_change_no_bit(device, dims, name):
     """Rows of no sequence, rows that do not count and new memory hold 0, then NaN."""
@@ -223,6 +238,42 @@ def test_recycled_memory_and_gaps_change_no_bit(device, dims, name):
     results = run(0.0)
     assert not any(t.isnan().any() for t in results)
     same(run(NAN), results)
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize("dims", [*PLAIN_DIMS, (72, 72)], ids=str)
+@pytest.mark.parametrize("packs", [False, True], ids=["dense", "packed"])
+@pytest.mark.parametrize("len_q", [100, 200])
+def test_what_no_query_sees_changes_no_bit(device, dtype, dims, packs, len_q):
+    """The forward, where rows that do not count, of no sequence and before every window hold 0, then NaN."""
+    len_k, used_q, used_k = 333, (0, 91, 1, 0, 70), (0, 300, 333, 50, 0)
+    tensors = dense(device, dtype, batch=5, len_q=len_q, len_k=len_k, dims=dims)
+    layout = {"seqused_q": ints(device, *used_q), "seqused_k": ints(device, *used_k)}
+    if packs:                                                            # the first is of no sequence then
+        layout = {"seqused_q": layout["seqused_q"][1:], "seqused_k": layout["seqused_k"][1:],
+                  "cu_seqlens_q": offsets(device, [len_q] * 4, len_q), "max_seqlen_q": len_q,
+                  "cu_seqlens_k": offsets(device, [len_k] * 4, len_k), "max_seqlen_k": len_k}
+    window, slopes = (20, 9), torch.rand(4, device=device)
+
+    def run(value, **options):
+        q, k, v = (t.clone() for t in tensors)
+        for b, (rows, keys) in enumerate(zip(used_q, used_k)):
+            first = max(0, keys - rows - window[0]) if "window" in options else 0
+            q[b, rows:] = value
+            for t in (k, v):
+                t[b, keys:] = value
+                t[b, :first] = value
+        if packs:
+            q, k, v = (t.flatten(0, 1) for t in (q, k, v))
+        call = functools.partial(flashattn.forward, q, k, v, **layout, **options, return_lse=True)
+        return *call(), *call(return_max_logit=True)                     # which may be another way
+
+    for options in ({}, {"causal": True}, {"window": window}, {"window": window, "softcap": 30.0},
+                    {"window": window, "alibi_slopes": slopes}):
+        results = run(0.0, **options)
+        assert not any(t.isnan().any() for t in results)
+        for ours, clean in zip(run(NAN, **options), results, strict=True):
+            assert_identical(ours, clean, str(options))
 
 
 # ---- streams, devices, graphs ----
@@ -295,6 +346,43 @@ def test_graph_with_other_contents(device, kind):
         same(results, call())
 
 
+def count_differences(call, wanted, times):
+    """Of numbers, to the bit, in that many results out, lse of call(out=...); the host waits for nothing.
+
+    Memory of the results holds NaN before.
+    """
+    out = torch.empty_like(wanted[0])
+    count = torch.zeros((), dtype=torch.int64, device=out.device)
+    for _ in range(times):
+        out.fill_(NAN)
+        results = call(out=out, return_lse=True)
+        for ours, clean, bits in zip(results, wanted, (torch.int16, torch.int32), strict=True):
+            count += (ours.view(bits) != clean.view(bits)).sum()
+        results[1].fill_(NAN)                                            # the next one gets this memory
+    return count
+
+
+def test_graph_of_many_forwards_beside_eager_ones(device):
+    """More tiles than processors: each launch hands them out by a counter, which must be its own."""
+    q, k, v, _ = half(device, batch=4, len_q=2048, len_k=2048, heads=(16, 16), dims=(128, 128))
+    call = functools.partial(flashattn.forward, q, k, v, causal=True)
+    wanted = call(return_lse=True)
+    assert count_differences(call, wanted, 3) == 0
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(device)
+    with torch.cuda.graph(graph):
+        of_replay = count_differences(call, wanted, 40)
+    in_graph = torch.zeros_like(of_replay)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    eager = []
+    for _ in range(20):
+        graph.replay()
+        in_graph += of_replay
+        with torch.cuda.stream(stream):
+            eager.append(count_differences(call, wanted, 40))
+    torch.cuda.synchronize(device)
+    assert in_graph == 0 and sum(eager) == 0
+
+
 def test_graph_draws_a_new_seed_in_every_replay(device):
     q, k, v, _ = half(device)
     flashattn.forward(q, k, v, dropout_p=0.5)
@@ -336,6 +424,25 @@ def test_the_forward_repeats_its_bits(device, dims):
     for _ in range(100):
         for ours, clean in zip(call(), first):
             assert ours.equal(clean)
+
+
+@pytest.mark.parametrize("kind", ["causal", "few queries", "packed"])
+def test_the_forward_repeats_its_bits_a_thousand_times(device, kind):
+    """Heads that share keys, lengths of which no tile is a divisor."""
+    if kind == "causal":
+        q, k, v, _ = half(device, batch=3, len_q=1500, len_k=1500, heads=(8, 2), dims=(128, 128))
+        options = {"causal": True, "seqused_q": ints(device, 1500, 1311, 77),
+                   "seqused_k": ints(device, 1500, 1403, 900)}
+    elif kind == "few queries":
+        q, k, v, _ = half(device, batch=8, len_q=100, len_k=1999, heads=(16, 8), dims=(64, 64))
+        options = {}
+    else:
+        lens_q, lens_k = (700, 1, 0, 333, 129), (900, 1000, 65, 333, 40)
+        dtype = half(device)[0].dtype
+        q, k, v, options = packed(device, lens_q, lens_k, dtype, heads=(8, 2), dims=(256, 256))
+        options["causal"] = True
+    call = functools.partial(flashattn.forward, q, k, v, **options)
+    assert count_differences(call, call(return_lse=True), 1000) == 0
 
 
 @pytest.mark.parametrize("kind", ["causal", "packed", "bias of all", "float32"])

@@ -171,10 +171,10 @@ def test_what_a_hopper_kernel_knows_of_itself(row):
     """A kernel leaves out what its row does not serve, and only that."""
     unit = row.unit()
     assert set(row.serves) <= set(TABLE.NEEDS) and ("softcap" in row.serves) == ("alibi" in row.serves)
-    assert f"kRanges = {str('range' in row.serves).lower()}" in unit
     assert f"kGeneral = {str('softcap' in row.serves).lower()}" in unit
     assert f"kRows = {64 * row.warpgroups}, kKeys = {row.keys}," in unit and row.keys % 16 == 0
-    assert ("_full" in row.name) == ("range" not in row.serves) and row.machines == (
+    assert all(f"Wgmma<DType::{TABLE.DTYPES[row.dtype]}, {n}>" in unit for n in (row.keys, row.head_dim_v))
+    assert ("_few" in row.name) == ("many_queries" not in row.serves) and row.machines == (
         "compute capability 9.0",)
 
 
@@ -359,32 +359,34 @@ def test_forced_and_missing(faked):
         "old": "was not built for compute capability 9.0, only for 7.5"}
 
 
-RANGE, MULTIPLE = "causal or a window", "a head dim that is not a multiple of 8"
+MANY, MULTIPLE = "packed sequences or more than 128 queries", "a head dim that is not a multiple of 8"
 VECTORS = "a tensor whose base or strides are not multiples of 16 bytes"
 STRIDE = "a stride of 0 or too large for TMA"
 
 
 @pytest.mark.parametrize(("call", "bare", "plain"), [
-    ("nothing", None, None), ("sink", None, None), ("one row", None, None),
+    *((name, None, None) for name in (
+        "nothing", "sink", "causal", "left", "right", "one row", "128 queries")),
+    ("129 queries", MANY, None),
     *((name, name, name) for name in ("softcap", "alibi_slopes", "bias", "mask", "dropout")),
     ("scale", "a scale that is not positive", "a scale that is not positive"),
     ("D", MULTIPLE, MULTIPLE), ("Dv", MULTIPLE, MULTIPLE), ("base", VECTORS, VECTORS),
-    ("strides", VECTORS, VECTORS), *((name, RANGE, None) for name in ("causal", "left", "right")),
+    ("strides", VECTORS, VECTORS),
     *((name, STRIDE, None) for name in ("one batch", "one row of k", "one head of v")),
-    ("two", "softcap", "softcap"),
+    ("two", "softcap", "softcap"), ("two of a layout", MANY, None),
 ])
 def test_what_a_call_needs(faked, call, bare, plain):
-    """The first need that a row does not serve; "bare" serves none, "plain" ranges and any addressing."""
+    """The first need that a row does not serve; "bare" serves none, "plain" those of kSome."""
     assert faked["calls"][call] == [text and f"does not serve {text}" for text in (bare, bare, plain, plain)]
 
 
 def test_what_results_need(faked):
     assert faked["out"] == f"does not serve {VECTORS}"
-    assert faked["max_logit"] == "does not serve return_max_logit"
+    assert faked["max_logit"] == ["does not serve return_max_logit", None]
     assert [dict(map(tuple, reasons)) for reasons in faked["dout"]] == [
         dict.fromkeys(("bare_backward", "plain_backward"), f"does not serve {VECTORS}"),
         {"bare_backward": f"does not serve {STRIDE}", "plain_backward": ""}]
-    assert faked["packed"] == "bare"                          # whose batch stride is 0
+    assert faked["packed"] == ["long", f"does not serve {MANY}"]  # whose batch stride is 0
     assert not faked["random state changed"]
 
 
@@ -394,11 +396,13 @@ def chosen(faked, *problem):
 
 
 @pytest.mark.parametrize(("dims", "needs", "kernel"), [
-    ((128, 128), ["range"], r"sm90_bf16_d128_\d+x\d+"), ((128, 128), [], r"sm90_bf16_d128_\d+x\d+_full"),
-    ((64, 64), [], r"sm90_bf16_d64_\d+x\d+"), ((72, 72), ["range"], r"sm90_bf16_d96_\d+x\d+"),
-    ((192, 128), [], r"sm90_bf16_d192v128_\d+x\d+"), ((192, 192), ["range"], r"sm90_bf16_d192_\d+x\d+"),
-    ((256, 256), ["range"], r"sm90_bf16_d256_\d+x\d+"),
-    ((72, 72), ["softcap", "range"], r"sm90_bf16_d128_\d+x\d+_general"),
+    ((128, 128), ["many_queries"], r"sm90_bf16_d128_\d+x\d+"), ((128, 128), [], r"sm90_bf16_d128_\d+x\d+"),
+    ((64, 64), ["many_queries"], r"sm90_bf16_d64_\d+x\d+"), ((64, 64), [], r"sm90_bf16_d64_\d+x\d+_few"),
+    ((72, 72), ["many_queries"], r"sm90_bf16_d80_\d+x\d+"),
+    ((192, 128), [], r"sm90_bf16_d192v128_\d+x\d+"),
+    ((192, 192), ["many_queries"], r"sm90_bf16_d192_\d+x\d+"),
+    ((256, 256), ["many_queries"], r"sm90_bf16_d256_\d+x\d+"),
+    ((72, 72), ["softcap", "many_queries"], r"sm90_bf16_d128_\d+x\d+_general"),
     ((64, 64), ["alibi"], r"sm90_bf16_d64_\d+x\d+_general"),
     ((128, 128), ["bias"], r"sm80_bf16_d128_\d+x\d+_general"),
     ((128, 128), ["alignment"], r"sm80_bf16_d128_\d+x\d+_general"),

@@ -30,7 +30,7 @@ def served(row) -> str:
     """What calls a row serves, in words; those of a plain one are explained above the table."""
     if row.serves == _build.instances().NEEDS:
         return "every call"
-    calls = "plain calls" if "range" in row.serves else "plain calls, neither causal nor a window"
+    calls = "plain calls" if "many_queries" in row.serves else "plain calls of up to 128 queries"
     return ", ".join([calls, *(name for need, name in {"softcap": "softcap", "alibi": "ALiBi"}.items()
                                if need in row.serves)])
 

@@ -28,8 +28,12 @@ struct RowResult {
 // Of a row whose weights, relative to a reference (log2 units), have this total.  The sink (natural logarithm,
 // -inf: none) joins it.
 __device__ inline RowResult finish_row(float total, float reference, float peak, float sink) {
-  const float top = fmaxf(reference, sink * kLog2E), base = top == -INFINITY ? 0.f : top;
-  const float mine = ptx::ex2(reference - base), all = total * mine + ptx::ex2(sink * kLog2E - base);
+  float base = reference, mine = 1, all = total;
+  if (sink > -INFINITY) {
+    base = fmaxf(reference, sink * kLog2E);
+    mine = ptx::ex2(reference - base);
+    all = total * mine + ptx::ex2(sink * kLog2E - base);
+  }
   if (all == 0) return {0, -INFINITY, peak * kLn2};
   return {mine * ptx::rcp(all), (base + ptx::lg2(all)) * kLn2, peak * kLn2};
 }

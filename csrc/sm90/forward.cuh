@@ -1,6 +1,6 @@
 // Forward attention on Hopper (sm_90a).
 //   O = softmax(scale Q K^T) V, lse = log sum exp: a block takes tile after tile of kRows queries of one head.
-//   A producer warp has the copy engine bring Q, K and V into rings of shared-memory tiles; each of the
+//   Two producer warps have the copy engine bring Q, K and V into rings of shared-memory tiles; each of the
 //   kWarpgroups other warpgroups multiplies 64 of the rows with all keys.  Scores and weights stay in registers.
 //   While a warpgroup computes its softmax, the tensor cores work for the others: kTurns makes them go in turns.
 #pragma once
@@ -20,6 +20,8 @@ struct Forward {
   Logits logits;
 };
 
+constexpr int kWorkStages = 2;
+
 // Shared memory of a block: tiles, then the barriers that say who may touch them.  O takes the place of Q.
 template <class C>
 struct ForwardShared {
@@ -31,10 +33,10 @@ struct ForwardShared {
   static constexpr int kQueryBytes = Q::kBytes > O::kBytes ? Q::kBytes : O::kBytes;
   static constexpr int kKeyPlace = C::kQueryStages * kQueryBytes, kValuePlace = kKeyPlace + C::kKeyStages * K::kBytes;
   static constexpr int kBarrierPlace = kValuePlace + C::kValueStages * V::kBytes;
-  static constexpr int kBarriers = 2 * (C::kQueryStages + C::kKeyStages + C::kValueStages);
+  static constexpr int kBarriers = 2 * (C::kQueryStages + C::kKeyStages + C::kValueStages + kWorkStages);
   static constexpr int kWorkPlace = kBarrierPlace + (kBarriers * 8 + 15) / 16 * 16;
-  static constexpr int kWorkVectors = sizeof(Work) / 16;
-  static constexpr int kBytes = kAlignment + kWorkPlace + C::kQueryStages * kWorkVectors * 16;
+  static constexpr int kWorkVectors = sizeof(Work) / 16, kWorkBytes = (kWorkVectors + C::kWarpgroups) * 16;
+  static constexpr int kBytes = kAlignment + kWorkPlace + kWorkStages * kWorkBytes;
 
   uint32_t base = (ptx::shared_address(shared_memory) + kAlignment - 1) / kAlignment * kAlignment;
 
@@ -43,33 +45,43 @@ struct ForwardShared {
   __device__ K k(int stage) const { return {base + kKeyPlace + stage * K::kBytes}; }
   __device__ V v(int stage) const { return {base + kValuePlace + stage * V::kBytes}; }
 
-  // full: the copy engine has filled the tile (and the producer has written `work`).
-  // empty: the warpgroups (one thread of each for Q, of each warp for K and V) are done with it.
+  // full: the copy engine has filled the tile, or the place of a Work has been written.
+  // empty: the warpgroups (one thread of each, for K and V one of each warp) are done with it.
   __device__ uint32_t q_full(int stage) const { return barrier(stage); }
-  __device__ uint32_t q_empty(int stage) const { return barrier(C::kQueryStages + stage); }
-  __device__ uint32_t k_full(int stage) const { return barrier(2 * C::kQueryStages + stage); }
-  __device__ uint32_t k_empty(int stage) const { return barrier(2 * C::kQueryStages + C::kKeyStages + stage); }
-  __device__ uint32_t v_full(int stage) const {
-    return barrier(2 * (C::kQueryStages + C::kKeyStages) + stage);
+  __device__ uint32_t k_full(int stage) const { return barrier(C::kQueryStages + stage); }
+  __device__ uint32_t v_full(int stage) const { return barrier(C::kQueryStages + C::kKeyStages + stage); }
+  __device__ uint32_t work_full(int stage) const {
+    return barrier(C::kQueryStages + C::kKeyStages + C::kValueStages + stage);
   }
-  __device__ uint32_t v_empty(int stage) const {
-    return barrier(2 * (C::kQueryStages + C::kKeyStages) + C::kValueStages + stage);
-  }
+  __device__ uint32_t q_empty(int stage) const { return q_full(stage) + kBarriers * 4; }
+  __device__ uint32_t k_empty(int stage) const { return k_full(stage) + kBarriers * 4; }
+  __device__ uint32_t v_empty(int stage) const { return v_full(stage) + kBarriers * 4; }
+  __device__ uint32_t work_empty(int stage) const { return work_full(stage) + kBarriers * 4; }
 
-  // What the tile in this Q buffer is.
   __device__ void put_work(int stage, const Work& work) const {
     uint4 x[kWorkVectors];
     __builtin_memcpy(x, &work, sizeof work);
 #pragma unroll
-    for (int i = 0; i < kWorkVectors; ++i) ptx::st_shared_16(work_place(stage) + i * 16, x[i]);
+    for (int i = 0; i < kWorkVectors; ++i) ptx::st_shared_16(work_place(stage, i), x[i]);
   }
   __device__ Work get_work(int stage) const {
     uint4 x[kWorkVectors];
 #pragma unroll
-    for (int i = 0; i < kWorkVectors; ++i) x[i] = ptx::ld_shared_16(work_place(stage) + i * 16);
+    for (int i = 0; i < kWorkVectors; ++i) x[i] = ptx::ld_shared_16(work_place(stage, i));
     Work work;
     __builtin_memcpy(&work, x, sizeof work);
     return work;
+  }
+  __device__ void put_share(int stage, int warpgroup, const Share& share) const {
+    uint4 x;
+    __builtin_memcpy(&x, &share, sizeof share);
+    ptx::st_shared_16(work_place(stage, kWorkVectors + warpgroup), x);
+  }
+  __device__ Share get_share(int stage, int warpgroup) const {
+    const uint4 x = ptx::ld_shared_16(work_place(stage, kWorkVectors + warpgroup));
+    Share share;
+    __builtin_memcpy(&share, &x, sizeof share);
+    return share;
   }
 
   __device__ void init_barriers() const {
@@ -79,12 +91,16 @@ struct ForwardShared {
       ptx::mbarrier_init(k_full(i), 1), ptx::mbarrier_init(k_empty(i), C::kWarpgroups * 4);
     for (int i = 0; i < C::kValueStages; ++i)
       ptx::mbarrier_init(v_full(i), 1), ptx::mbarrier_init(v_empty(i), C::kWarpgroups * 4);
+    for (int i = 0; i < kWorkStages; ++i)
+      ptx::mbarrier_init(work_full(i), 1), ptx::mbarrier_init(work_empty(i), C::kWarpgroups);
     ptx::fence_mbarrier_init();
   }
 
  private:
   __device__ uint32_t barrier(int index) const { return base + kBarrierPlace + index * 8; }
-  __device__ uint32_t work_place(int stage) const { return base + kWorkPlace + stage * kWorkVectors * 16; }
+  __device__ uint32_t work_place(int stage, int vector) const {
+    return base + kWorkPlace + stage * kWorkBytes + vector * 16;
+  }
 };
 
 // Named barriers; 0 is __syncthreads.
@@ -112,53 +128,63 @@ __device__ inline void load_tile(const T& tile, const CUtensorMap& map, uint32_t
                                    batch);
 }
 
+// What one warp does: decides what the next tile is, for all others, and loads its Q.
 template <class C>
-__device__ inline void produce(const Forward& f, const ForwardShared<C>& shared, int lane) {
-  const ForwardParams& p = f.p;
-  const int group = f.schedule.group;
-  const bool packed_q = p.seqlen_q.cu, packed_k = p.seqlen_k.cu;
+__device__ inline void produce_queries(const Forward& f, const ForwardShared<C>& shared, int lane) {
+  Ring<kWorkStages> work_ring;
   Ring<C::kQueryStages> q_ring;
-  Ring<C::kKeyStages> k_ring;
-  Ring<C::kValueStages> v_ring;
-  Tiles<C> tiles(p, f.schedule, lane);
-  for (;; q_ring.advance()) {
+  Tiles<C> tiles(f.p, f.schedule, lane);
+  for (;; work_ring.advance(), q_ring.advance(), tiles.next()) {
     const Work work = tiles.work();
-    if (work.batch >= 0) tiles.request();
+    const bool more = work.batch >= 0;
+    if (more) tiles.request();
+    ptx::mbarrier_wait(shared.work_empty(work_ring.stage), work_ring.parity ^ 1);
+    if (lane < C::kWarpgroups)
+      shared.put_share(work_ring.stage, lane, share_of<C>(work, lane, f.schedule.group));
+    if (lane == 0) shared.put_work(work_ring.stage, work);
+    __syncwarp();
     if (lane == 0) {
+      ptx::mbarrier_arrive(shared.work_full(work_ring.stage));
       ptx::mbarrier_wait(shared.q_empty(q_ring.stage), q_ring.parity ^ 1);
-      shared.put_work(q_ring.stage, work);
-      if (work.batch < 0)
-        ptx::mbarrier_arrive(shared.q_full(q_ring.stage));
-      else
+      if (more)
         load_tile(shared.q(q_ring.stage), f.q, shared.q_full(q_ring.stage), ptx::kEvictFirst,
-                  work.q_first + (work.row >> group), work.unit, packed_q ? 0 : work.batch);
+                  work.q_first + (work.row >> f.schedule.group), work.unit, f.p.seqlen_q.cu ? 0 : work.batch);
+      else
+        ptx::mbarrier_arrive(shared.q_full(q_ring.stage));
     }
-    if (work.batch < 0) break;
-    if (lane == 0) {
-      const int head_k = f.schedule.units_of_k.divide(work.unit), batch_k = packed_k ? 0 : work.batch;
-      const auto load_k = [&](int block) {
-        ptx::mbarrier_wait(shared.k_empty(k_ring.stage), k_ring.parity ^ 1);
-        load_tile(shared.k(k_ring.stage), f.k, shared.k_full(k_ring.stage), ptx::kEvictLast,
-                  work.k_first + block * C::kKeys, head_k, batch_k);
-        k_ring.advance();
-      };
-      const auto load_v = [&](int block) {
-        ptx::mbarrier_wait(shared.v_empty(v_ring.stage), v_ring.parity ^ 1);
-        load_tile(shared.v(v_ring.stage), f.v, shared.v_full(v_ring.stage), ptx::kEvictLast,
-                  work.k_first + block * C::kKeys, head_k, batch_k);
-        v_ring.advance();
-      };
-      // From the last block to the first, as they are needed: V one step after K.
-#pragma unroll 1
-      for (int step = 0; step <= work.blocks && work.blocks > 0; ++step) {
-        const int block = work.first_block + work.blocks - 1 - step;
-        if (step < work.blocks) load_k(block);
-        if (step > 0) load_v(block + 1);
-      }
-    }
-    tiles.next();
+    if (!more) break;
   }
   tiles.finish(tiles.total());
+}
+
+// What one thread of another does: loads the blocks of K and V from the last to the first, as they are needed, V one
+// step after K.
+template <class C>
+__device__ inline void produce_keys(const Forward& f, const ForwardShared<C>& shared) {
+  Ring<kWorkStages> work_ring;
+  Ring<C::kKeyStages> k_ring;
+  Ring<C::kValueStages> v_ring;
+  for (;; work_ring.advance()) {
+    ptx::mbarrier_wait(shared.work_full(work_ring.stage), work_ring.parity);
+    const Work work = shared.get_work(work_ring.stage);
+    if (work.batch < 0) break;
+    const int head = f.schedule.units_of_k.divide(work.unit), batch = f.p.seqlen_k.cu ? 0 : work.batch;
+    int row = work.k_first + (work.first_block + work.blocks - 1) * C::kKeys;
+#pragma unroll 1
+    for (int step = 0; step <= work.blocks && work.blocks > 0; ++step, row -= C::kKeys) {
+      if (step < work.blocks) {
+        ptx::mbarrier_wait(shared.k_empty(k_ring.stage), k_ring.parity ^ 1);
+        load_tile(shared.k(k_ring.stage), f.k, shared.k_full(k_ring.stage), ptx::kEvictLast, row, head, batch);
+        k_ring.advance();
+      }
+      if (step > 0) {
+        ptx::mbarrier_wait(shared.v_empty(v_ring.stage), v_ring.parity ^ 1);
+        load_tile(shared.v(v_ring.stage), f.v, shared.v_full(v_ring.stage), ptx::kEvictLast, row + C::kKeys, head,
+                  batch);
+        v_ring.advance();
+      }
+    }
+  }
 }
 
 // The 64 rows of a warpgroup, and what happens to their scores.
@@ -178,28 +204,23 @@ struct ScoreRows {
         lane_row(thread / 32 * 16 + thread % 32 / 4),
         lane(thread % 32) {}
 
-  // Rows past the end of the sequence are computed like its last, and not stored.
-  __device__ int query(int row) const {
-    return min((first_row + row) >> f.schedule.group, work.visible.len_q - 1);
-  }
+  __device__ int query(int row) const { return query_of(first_row + row, f.schedule.group, work.visible); }
   __device__ int head(int row) const {
     return (work.unit << f.schedule.group) + ((first_row + row) & ((1 << f.schedule.group) - 1));
   }
 
-  // Keys that all rows see.
-  __device__ int first() const { return work.visible.first(query(63)); }
-  __device__ int last() const { return work.visible.last(query(0)); }
-
   // Scores of keys that a row does not see, because they lie before or after what it sees, become -inf.
-  __device__ void hide_after(float (&s)[kScores], int key) const {
-    hide_if(
-        s, [&](int row) { return work.visible.last(query(row)) - key; },
-        [](int column, int last) { return column >= last; });
-  }
   __device__ void hide_before(float (&s)[kScores], int key) const {
-    hide_if(
-        s, [&](int row) { return work.visible.first(query(row)) - key; },
-        [](int column, int first) { return column < first; });
+    const int all = work.visible.first(query(warp_row() + 15)) - key;
+    hide([&](int group) { return group < all; },
+         [&](int row) { return work.visible.first(query(row)) - key; },
+         [](int column, int first) { return column < first; }, s);
+  }
+  __device__ void hide_after(float (&s)[kScores], int key) const {
+    const int all = work.visible.last(query(warp_row())) - key;
+    hide([&](int group) { return group + kGroup > all; },
+         [&](int row) { return work.visible.last(query(row)) - key; },
+         [](int column, int last) { return column >= last; }, s);
   }
 
   // Products become logits.
@@ -234,17 +255,19 @@ struct ScoreRows {
   }
 
  private:
-  template <class Limit, class Hidden>
-  __device__ void hide_if(float (&s)[kScores], Limit limit_of_row, Hidden hidden) const {
+  static constexpr int kGroup = 16;  // columns that are looked at only if some of them are hidden from the warp
+
+  __device__ int warp_row() const { return lane_row / 16 * 16; }
+
+  template <class Partly, class Limit, class Hidden>
+  __device__ void hide(Partly partly, Limit limit_of_row, Hidden hidden, float (&s)[kScores]) const {
+    const int limit[2] = {limit_of_row(lane_row) - lane % 4 * 2, limit_of_row(lane_row + 8) - lane % 4 * 2};
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int limit = limit_of_row(lane_row + 8 * half) - lane % 4 * 2;
+    for (int group = 0; group < C::kKeys; group += kGroup)
+      if (partly(group))
 #pragma unroll
-      for (int j = 0; j < kScores / 4; ++j)
-#pragma unroll
-        for (int i = 0; i < 2; ++i)
-          if (hidden(8 * j + i, limit)) s[4 * j + 2 * half + i] = -INFINITY;
-    }
+        for (int e = group / 2; e < group / 2 + kGroup / 2; ++e)
+          if (hidden(e / 4 * 8 + e % 2, limit[e / 2 % 2])) s[e] = -INFINITY;
   }
 };
 
@@ -287,30 +310,25 @@ __device__ inline void clear_rows(const V& v, int first, int last, int thread, i
   ptx::bar_sync(group_barrier, 128);
 }
 
-// Normalised rows through the place of Q to `out`; statistics straight from the lanes that hold them.  Returns
-// whether thread 0 has started a copy that still reads the place.
-template <class C, int n>
-__device__ inline bool store_output(const Forward& f, const typename ForwardShared<C>::O& o,
-                                    const ScoreRows<C>& rows, const OnlineSoftmax& softmax, float (&out)[n],
-                                    int warpgroup, int thread) {
+// Statistics of the lane's two rows, and what normalises them: 0 for a row that sees no key.
+template <class C>
+__device__ inline void finish_rows(const Forward& f, const ScoreRows<C>& rows, const OnlineSoftmax& softmax,
+                                   float (&factor)[2]) {
   const ForwardParams& p = f.p;
   const Work& work = rows.work;
-  const int lane = rows.lane, tile_row = warpgroup * 64, group = f.schedule.group;
-  const int rows_left = (work.q_allotted << group) - rows.first_row;
-  float factor[2];
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const int row = rows.lane_row + 8 * half, query = (rows.first_row + row) >> group;
+    const int row = rows.lane_row + 8 * half, query = (rows.first_row + row) >> f.schedule.group;
     const bool counts = query < work.visible.len_q;
     const int head = rows.head(row);
     const float sink = p.score.sink.data && counts
                            ? load_number(p.score.sink.data, p.score.sink.dtype, head * p.score.sink.head)
                            : -INFINITY;
     const float reference = counts ? softmax.reference[half] : -INFINITY;
-    const RowResult result =
-        finish_row(quad_sum(counts ? softmax.sum[half] : 0.f), reference, reference, sink);
+    const float total = quad_sum(counts ? softmax.sum[half] : 0.f);
+    const RowResult result = finish_row(total, reference, reference, sink);
     factor[half] = result.factor;
-    if (lane % 4 == 0 && row < rows_left) {
+    if (rows.lane % 4 == 0 && query < work.q_allotted) {
       const auto place = [&](const Statistic& x) {
         return static_cast<float*>(x.data) + work.batch * x.batch + head * x.head +
                (work.q_first + query) * x.row;
@@ -319,9 +337,18 @@ __device__ inline bool store_output(const Forward& f, const typename ForwardShar
       if (p.max_logit.data) *place(p.max_logit) = result.max_logit;
     }
   }
-  if (__any_sync(0xFFFFFFFFu, factor[0] == 0 || factor[1] == 0))  // 0 times anything is not always 0
-#pragma unroll
-    for (int e = 0; e < n; ++e) out[e] = factor[e / 2 % 2] == 0 ? 0.f : out[e];
+}
+
+// Normalised rows through the place of Q to `out`.  Returns whether thread 0 has started a copy that still reads
+// the place.
+template <class C, int n>
+__device__ inline bool store_output(const Forward& f, const typename ForwardShared<C>::O& o,
+                                    const ScoreRows<C>& rows, float (&out)[n], const float (&factor)[2],
+                                    int warpgroup, int thread) {
+  const ForwardParams& p = f.p;
+  const Work& work = rows.work;
+  const int lane = rows.lane, tile_row = warpgroup * 64, group = f.schedule.group;
+  const int rows_left = (work.q_allotted << group) - rows.first_row;
 #pragma unroll
   for (int j = 0; j < n / 4; j += 2) {
     uint32_t x[4];
@@ -363,7 +390,6 @@ template <class C>
 __device__ inline void consume(const Forward& f, const ForwardShared<C>& shared, int warpgroup, int thread) {
   using Shared = ForwardShared<C>;
   constexpr int kScores = C::kKeys / 2, kOutputs = C::kHeadDimV / 2, kSteps = C::kHeadDim / 16;
-  using QK = Wgmma<C::kDType, C::kKeys>;
   using PV = Wgmma<C::kDType, C::kHeadDimV>;
   const ForwardParams& p = f.p;
   const int lane = thread % 32, warp_row = warpgroup * 64 + thread / 32 * 16;
@@ -376,6 +402,7 @@ __device__ inline void consume(const Forward& f, const ForwardShared<C>& shared,
                far = p.max_logit.data ? none : softcapped ? f.logits.far.bounds : all;
   // Keys past the end of a sequence are zeros where the tensor ends, otherwise anything.
   const bool anything_past_end = p.seqlen_k.cu || p.seqlen_k.used;
+  Ring<kWorkStages> work_ring;
   Ring<C::kQueryStages> q_ring;
   Ring<C::kKeyStages> k_ring;
   Ring<C::kValueStages> v_ring;
@@ -402,6 +429,7 @@ __device__ inline void consume(const Forward& f, const ForwardShared<C>& shared,
     v_ring.advance();
   };
   const auto multiply_qk = [&] {  // S = Q K^T, asynchronously
+    using QK = Wgmma<C::kDType, C::kKeys>;
     const uint64_t q_rows = shared.q(q_ring.stage).rows_of_k(warpgroup * 64),
                    k_rows = shared.k(k_ring.stage).rows_of_k(0);
     ptx::wgmma_fence();
@@ -419,8 +447,8 @@ __device__ inline void consume(const Forward& f, const ForwardShared<C>& shared,
       weights[i / 4][i % 4] = ptx::cvt_pack<C::kDType>(s[2 * i], s[2 * i + 1]);
   };
 
-  // The tile in the Q buffer: read again where it is needed, because registers are scarce.
-  const auto rows = [&](int stage) { return ScoreRows<C>(f, shared.get_work(stage), warpgroup, thread); };
+  // The tile's: read again where it is needed, because registers are scarce.
+  const auto rows = [&] { return ScoreRows<C>(f, shared.get_work(work_ring.stage), warpgroup, thread); };
   int block;
   bool add;                       // is there an O to add to?
   bool dirty;                     // may rows of V that no query sees be anything but zeros?
@@ -429,7 +457,7 @@ __device__ inline void consume(const Forward& f, const ForwardShared<C>& shared,
     const typename Shared::V v = shared.v(v_ring.stage);
     ptx::mbarrier_wait(shared.v_full(v_ring.stage), v_ring.parity);
     if (dirty) {
-      const VisibleKeys visible = shared.get_work(q_ring.stage).visible;
+      const VisibleKeys visible = shared.get_work(work_ring.stage).visible;
       const int first = visible.first(0) - block * C::kKeys, last = visible.len_k - block * C::kKeys;
       if (first > 0 || last < C::kKeys) clear_rows(v, first, last, thread, kGroupBarrier + warpgroup);
     }
@@ -444,12 +472,12 @@ __device__ inline void consume(const Forward& f, const ForwardShared<C>& shared,
   const auto update = [&](int key, auto first_block) {
     constexpr bool kFirst = decltype(first_block)::value;
     const auto hide = [&] {
-      if (key + C::kKeys > seen_last) rows(q_ring.stage).hide_after(s, key);
-      if (key < seen_first) rows(q_ring.stage).hide_before(s, key);
+      if (key + C::kKeys > seen_last) rows().hide_after(s, key);
+      if (key < seen_first) rows().hide_before(s, key);
     };
     if (softmax.far) {
       bool done;
-      if (!softcapped && modified) rows(q_ring.stage).modify(s, key);
+      if (!softcapped && modified) rows().modify(s, key);
       hide();
       if (C::kGeneral && softcapped)
         done = softmax.near ? softmax.fast_update<C::kDType, kFirst>(s, [&](float x, float minus) {
@@ -464,32 +492,50 @@ __device__ inline void consume(const Forward& f, const ForwardShared<C>& shared,
       if (done) return false;
       multiply_again<C>(s, shared.q(q_ring.stage), shared.k(k_ring.stage), warp_row, lane);
     }
-    if (modified) rows(q_ring.stage).modify(s, key);
+    if (modified) rows().modify(s, key);
     hide();
     if (kFirst) softmax.forget_reference();
     softmax.exact_update(s, scale, near, far);
     return true;
   };
 
-  for (;; q_ring.advance()) {
+  const auto take_turn = [&] {
+    if (C::kTurns) ptx::bar_sync(kTurnBarrier + warpgroup, 256);
+  };
+  const auto pass_turn = [&] {
+    if (C::kTurns) ptx::bar_arrive(kTurnBarrier + (warpgroup + 1) % C::kWarpgroups, 256);
+  };
+  // A block that other warpgroups need.
+  const auto skip_block = [&] {
+    ptx::mbarrier_wait(shared.k_full(k_ring.stage), k_ring.parity);
+    release_k();
+    ptx::mbarrier_wait(shared.v_full(v_ring.stage), v_ring.parity);
+    release_v();
+  };
+
+  for (;; work_ring.advance(), q_ring.advance()) {
     ptx::mbarrier_wait(shared.q_full(q_ring.stage), q_ring.parity);
-    int first_block, blocks;
+    const Share own = shared.get_share(work_ring.stage, warpgroup);
+    int first_block;  // of the tile
     {
-      const ScoreRows<C> tile = rows(q_ring.stage);
-      if (tile.work.batch < 0) break;
-      first_block = tile.work.first_block;
-      blocks = tile.work.blocks;
-      block = first_block + blocks - 1;
+      const Work work = shared.get_work(work_ring.stage);
+      if (work.batch < 0) break;
+      first_block = work.first_block;
+      block = first_block + work.blocks - 1;
     }
+    for (; block > own.last_block && block >= first_block; --block) {
+      skip_block();
+      if (block > first_block) take_turn(), pass_turn();
+    }
+    seen_first = own.seen_first;
+    seen_last = own.seen_last;
     const auto prepare = [&] {
-      const ScoreRows<C> tile = rows(q_ring.stage);
-      seen_first = tile.first();
-      seen_last = tile.last();
-      dirty = anything_past_end || tile.work.visible.first(0) > 0;
+      dirty = anything_past_end || shared.get_work(work_ring.stage).visible.first(0) > 0;
       softmax.start(near, far);
       add = false;
     };
-    if (blocks > 0) {
+    float factor[2];
+    if (own.first_block <= own.last_block) {
       if constexpr (C::kQueriesInRegisters)
 #pragma unroll
         for (int step = 0; step < kSteps; ++step)
@@ -504,13 +550,13 @@ __device__ inline void consume(const Forward& f, const ForwardShared<C>& shared,
       release_k();
       pack_weights();
       if (C::kQueryStages > 1) release_storing();
-      for (; block > first_block; --block) {
+      for (; block > own.first_block; --block) {
         // S of the next block and O of this one; softmax of the next under the second of the two.
         ptx::mbarrier_wait(shared.k_full(k_ring.stage), k_ring.parity);
-        if (C::kTurns) ptx::bar_sync(kTurnBarrier + warpgroup, 256);
+        take_turn();
         multiply_qk();
         multiply_pv();
-        if (C::kTurns) ptx::bar_arrive(kTurnBarrier + (warpgroup + 1) % C::kWarpgroups, 256);
+        pass_turn();
         ptx::wgmma_wait_group<1>();
         ptx::written_by_wgmma(s);
         const bool rescale = update((block - 1) * C::kKeys, std::false_type{});
@@ -524,16 +570,30 @@ __device__ inline void consume(const Forward& f, const ForwardShared<C>& shared,
           for (int e = 0; e < kOutputs; ++e) out[e] *= softmax.rescale[e / 2 % 2];
       }
       multiply_pv();
+      finish_rows<C>(f, rows(), softmax, factor);
+      const bool empty_rows = __any_sync(0xFFFFFFFFu, factor[0] == 0 || factor[1] == 0);
+      if (empty_rows) ptx::hold();
       ptx::wgmma_wait_group<0>();
       ptx::written_by_wgmma(out);
       release_v();
+      for (--block; block >= first_block; --block) {
+        skip_block();
+        take_turn(), pass_turn();
+      }
+      if (empty_rows)  // 0 times anything is not always 0
+#pragma unroll
+        for (int e = 0; e < kOutputs; ++e) out[e] = factor[e / 2 % 2] == 0 ? 0.f : out[e];
     } else {
       if (C::kQueryStages > 1) release_storing();
       prepare();
       softmax.forget_reference();
+      finish_rows<C>(f, rows(), softmax, factor);
+#pragma unroll
+      for (int e = 0; e < kOutputs; ++e) out[e] = 0;
     }
-    const bool copying = store_output<C>(f, shared.o(q_ring.stage), rows(q_ring.stage), softmax, out, warpgroup,
-                                         thread);
+    const bool copying =
+        store_output<C>(f, shared.o(q_ring.stage), rows(), out, factor, warpgroup, thread);
+    if (thread == 0) ptx::mbarrier_arrive(shared.work_empty(work_ring.stage));
     storing = q_ring.stage;
     if (C::kQueryStages == 1 || !copying) release_storing();
   }
@@ -543,7 +603,7 @@ __device__ inline void consume(const Forward& f, const ForwardShared<C>& shared,
 template <class C>
 __global__ void __launch_bounds__(ForwardShared<C>::kThreads, C::kBlocks)
     forward_kernel(const __grid_constant__ Forward f) {
-  // What the block is launched with is divided again: the producer needs few registers.
+  // What the block is launched with is divided again: producers need few registers.
   constexpr int kThreads = ForwardShared<C>::kThreads, kAll = 65536 / C::kBlocks / (8 * kThreads) * 8 * kThreads;
   constexpr int kProducerRegisters = C::kWarpgroups == 3 ? 32 : 40,
                 kConsumerRegisters = (kAll / 128 - kProducerRegisters) / C::kWarpgroups / 8 * 8;
@@ -556,9 +616,12 @@ __global__ void __launch_bounds__(ForwardShared<C>::kThreads, C::kBlocks)
     ptx::prefetch_tensormap(&f.v);
   }
   __syncthreads();
+  ptx::griddepcontrol_wait();  // all before was about this block only
+  ptx::griddepcontrol_launch_dependents();
   if (warpgroup == 0) {
     ptx::setmaxnreg_dec<kProducerRegisters>();
-    if (threadIdx.x < 32) produce<C>(f, shared, threadIdx.x);
+    if (threadIdx.x == 0) produce_keys<C>(f, shared);
+    if (threadIdx.x / 32 == 1) produce_queries<C>(f, shared, threadIdx.x % 32);
   } else {
     ptx::setmaxnreg_inc<(kConsumerRegisters < 240 ? kConsumerRegisters : 240)>();
     consume<C>(f, shared, warpgroup - 1, threadIdx.x % 128);

@@ -46,14 +46,15 @@ inline int take_ticket(cudaStream_t stream) {
   return ticket < kTickets / 2 ? kTickets / 2 + ticket : -1;
 }
 
-// Query heads that share a tile: all of a KV head if that leaves fewer rows of tiles empty.
+// Query heads that share a tile: all of a KV head if that leaves fewer rows of tiles empty.  Not when packed: what
+// becomes of a sequence shall not depend on the length of others.
 template <class C>
 int heads_in_tile(const ForwardParams& p) {
   const int64_t group = p.heads_q / p.heads_k, rows = p.seqlen_q.rows;
   const auto filled = [](int64_t rows) {
     return static_cast<double>(rows) / ((rows + C::kRows - 1) / C::kRows * C::kRows);
   };
-  const bool possible = group <= 64 && (group & (group - 1)) == 0;
+  const bool possible = group <= 64 && (group & (group - 1)) == 0 && !p.seqlen_q.cu;
   return possible && filled(rows) < 0.9 * filled(rows * group) ? static_cast<int>(group) : 1;
 }
 
@@ -106,8 +107,9 @@ int launch_forward(const ForwardParams& p, void* stream) {
   schedule.ticket = tiles > blocks ? take_ticket(cuda_stream) : -1;
   if (!ragged) {
     // Tiles of so many heads together that short ones fill the gaps at the end, and that blocks of one head walk
-    // over K and V at the same time; without a causal mask they do that tile after tile of a head.
-    const int64_t together = p.score.window_right < 0 ? 1 : p.seqlen_k.rows > 2048 ? 1024 : 512;
+    // over K and V at the same time (measured: docs/sm90_forward.md); all, if they are few.  Without a causal mask
+    // tile after tile of a head.
+    const int64_t together = p.score.window_right < 0 ? 1 : tiles <= 512 ? 512 : clamp(p.seqlen_k.rows / 4, 128, 1024);
     const int64_t section = std::min(std::max<int64_t>(1, together / of_unit), p.batch * units);
     schedule.tiles = static_cast<int>(tiles);
     schedule.tiles_of_unit = static_cast<int>(of_unit);
@@ -128,8 +130,20 @@ int launch_forward(const ForwardParams& p, void* stream) {
   if (!error && !no_keys) error = make_map<C>(f.k, p.k, p.head_dim, 1, k_rows, p.heads_k, batch_k, C::kKeys);
   if (!error && !no_keys) error = make_map<C>(f.v, p.v, p.head_dim_v, 1, k_rows, p.heads_k, batch_k, C::kKeys);
   if (error) return error;
-  return launch_kernel(forward_kernel<C>, blocks, ForwardShared<C>::kThreads, ForwardShared<C>::kBytes, f,
-                       cuda_stream);
+  if (const auto failed = cudaFuncSetAttribute(forward_kernel<C>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                               ForwardShared<C>::kBytes))
+    return failed;
+  cudaLaunchAttribute overlap{};  // its first instructions with the end of the kernel before
+  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  overlap.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = static_cast<unsigned>(blocks);
+  config.blockDim = ForwardShared<C>::kThreads;
+  config.dynamicSmemBytes = ForwardShared<C>::kBytes;
+  config.stream = cuda_stream;
+  config.attrs = &overlap;
+  config.numAttrs = 1;
+  return cudaLaunchKernelEx(&config, forward_kernel<C>, f);
 }
 
 }  // namespace flashattn::sm90

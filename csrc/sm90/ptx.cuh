@@ -42,6 +42,16 @@ __device__ inline void mbarrier_wait(uint32_t barrier, uint32_t parity) {
       : "memory");
 }
 
+// ---- launches that overlap -----------------------------------------------------------------------------
+
+// Until the kernels before in the stream have ended and what they wrote is visible.
+__device__ inline void griddepcontrol_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
+// The kernel behind in the stream may take the place of blocks that end, if it waits likewise.
+__device__ inline void griddepcontrol_launch_dependents() {
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+
 // ---- copies of tensor tiles ----------------------------------------------------------------------------
 
 // Hints for the L2 cache, as createpolicy makes them.
@@ -85,6 +95,15 @@ __device__ inline void cp_async_bulk_wait_group() { asm volatile("cp.async.bulk.
 // What this thread wrote to shared memory becomes visible to wgmma and to the copy engine.
 __device__ inline void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
+// ---- counters --------------------------------------------------------------------------------------------
+
+// One thread's: the compiler would gather those of a warp.
+__device__ inline unsigned atom_add(unsigned* to, unsigned x) {
+  unsigned before;
+  asm volatile("atom.global.add.u32 %0, [%1], %2;" : "=r"(before) : "l"(to), "r"(x) : "memory");
+  return before;
+}
+
 // ---- warpgroups ----------------------------------------------------------------------------------------
 
 template <int registers>
@@ -124,10 +143,8 @@ __device__ inline void written_by_wgmma(float (&x)[n]) {
 }
 
 // A wgmma wait is for ptxas an instruction like another, which it moves above the arithmetic in front of it.
-// A branch that depends on that arithmetic holds it: never taken for numbers, harmless for NaN.
-__device__ inline void hold_below(float x) {
-  if (!(x >= 0)) asm volatile("nanosleep.u32 20;" ::: "memory");
-}
+// A branch that depends on that arithmetic holds it below: this is what the branch does, hardly ever.
+__device__ inline void hold() { asm volatile("nanosleep.u32 20;" ::: "memory"); }
 
 __device__ inline void stmatrix_x4(uint32_t to, uint32_t x0, uint32_t x1, uint32_t x2, uint32_t x3) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x0),

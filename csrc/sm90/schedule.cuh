@@ -16,6 +16,27 @@ struct Work {
 };
 static_assert(sizeof(Work) == 48, "three vectors");
 
+// What a warpgroup needs of it: of the blocks those from last_block to first_block, none if they are the wrong way
+// round.  All of its rows see the keys of [seen_first, seen_last).
+struct Share {
+  int first_block, last_block, seen_first, seen_last;
+};
+
+// The query of a row of a unit.  Rows past the end of the sequence are computed like its last, and not stored.
+__device__ inline int query_of(int row, int group, const VisibleKeys& visible) {
+  return min(row >> group, visible.len_q - 1);
+}
+
+template <class C>
+__device__ inline Share share_of(const Work& work, int warpgroup, int group) {
+  const int first = query_of(work.row + warpgroup * 64, group, work.visible),
+            last = query_of(work.row + warpgroup * 64 + 63, group, work.visible);
+  const int first_key = work.visible.first(first), last_key = work.visible.last(last);
+  const bool any = work.blocks > 0 && first_key < last_key;
+  return {first_key / C::kKeys, any ? (last_key - 1) / C::kKeys : -1, work.visible.first(last),
+          work.visible.last(first)};
+}
+
 // Division by a number that the host knows, of dividends below 2^31 (Granlund and Montgomery, "Division by invariant
 // integers using multiplication", 1994).
 struct Divisor {
@@ -55,7 +76,7 @@ class Tiles {
 
   // Asks for the next tile's number, which `next` then waits for.
   __device__ void request() {
-    if (schedule_.ticket >= 0 && lane_ == 0) answer_ = atomicAdd(&ticket_counters[schedule_.ticket], 1u);
+    if (schedule_.ticket >= 0 && lane_ == 0) answer_ = ptx::atom_add(&ticket_counters[schedule_.ticket], 1);
   }
 
   __device__ void next() {

@@ -28,7 +28,8 @@ constexpr Instance<Params> row(const char* name, const char* family, const Famil
 
 constexpr uint32_t kHalf = set_of(DType::f16), kBoth = set_of(DType::f16, DType::bf16);
 constexpr uint32_t kEvery = set_of(DType::f32, DType::f64, DType::f16, DType::bf16);
-constexpr uint32_t kSome = set_of(Need::range, Need::addressing, Need::max_logit);
+constexpr uint32_t kMany = set_of(Need::many_queries);
+constexpr uint32_t kSome = kMany | set_of(Need::addressing, Need::max_logit);
 
 extern const Family sm75, sm80, plain_cpu;
 const Instance<ForwardParams> kNew = row<ForwardParams>("new", "sm80", &sm80, 80, kBoth, 64, kSome, 48 << 10);
@@ -38,6 +39,8 @@ const Instance<ForwardParams> kRest = row<ForwardParams>("rest", "sm80", &sm80, 
 const Instance<ForwardParams> kOld =
     row<ForwardParams>("old", "sm75", &sm75, 75, kHalf, 128, kEveryNeed, 64 << 10);
 const Instance<ForwardParams> kBare = row<ForwardParams>("bare", "plain_cpu", nullptr, 0, kEvery, 0, 0, 0);
+const Instance<ForwardParams> kLong =
+    row<ForwardParams>("long", "plain_cpu", nullptr, 0, kEvery, 0, kMany, 0);
 const Instance<ForwardParams> kPlain =
     row<ForwardParams>("plain", "plain_cpu", nullptr, 0, kEvery, 0, kSome, 0);
 const Instance<BackwardParams> kBareBackward =
@@ -47,7 +50,7 @@ const Instance<BackwardParams> kPlainBackward =
 
 const Instance<ForwardParams>* const kForward80[] = {&kNew, &kWide, &kRest, nullptr};
 const Instance<ForwardParams>* const kForward75[] = {&kOld, nullptr};
-const Instance<ForwardParams>* const kForwardCpu[] = {&kBare, &kPlain, nullptr};
+const Instance<ForwardParams>* const kForwardCpu[] = {&kBare, &kLong, &kPlain, nullptr};
 const Instance<BackwardParams>* const kBackwardCpu[] = {&kBareBackward, &kPlainBackward, nullptr};
 const Instance<BackwardParams>* const kNoBackward[] = {nullptr};
 const Instance<DecodeParams>* const kNoDecode[] = {nullptr};

@@ -139,9 +139,9 @@ __device__ inline void produce_queries(const Forward& f, const ForwardShared<C>&
     const bool more = work.batch >= 0;
     if (more) tiles.request();
     ptx::mbarrier_wait(shared.work_empty(work_ring.stage), work_ring.parity ^ 1);
+    if (lane == 0) shared.put_work(work_ring.stage, work);
     if (lane < C::kWarpgroups)
       shared.put_share(work_ring.stage, lane, share_of<C>(work, lane, f.schedule.group));
-    if (lane == 0) shared.put_work(work_ring.stage, work);
     __syncwarp();
     if (lane == 0) {
       ptx::mbarrier_arrive(shared.work_full(work_ring.stage));
@@ -209,18 +209,19 @@ struct ScoreRows {
     return (work.unit << f.schedule.group) + ((first_row + row) & ((1 << f.schedule.group) - 1));
   }
 
-  // Scores of keys that a row does not see, because they lie before or after what it sees, become -inf.
-  __device__ void hide_before(float (&s)[kScores], int key) const {
-    const int all = work.visible.first(query(warp_row() + 15)) - key;
-    hide([&](int group) { return group < all; },
-         [&](int row) { return work.visible.first(query(row)) - key; },
-         [](int column, int first) { return column < first; }, s);
-  }
-  __device__ void hide_after(float (&s)[kScores], int key) const {
-    const int all = work.visible.last(query(warp_row())) - key;
-    hide([&](int group) { return group + kGroup > all; },
-         [&](int row) { return work.visible.last(query(row)) - key; },
-         [](int column, int last) { return column >= last; }, s);
+  // Scores of keys that a row does not see become -inf.
+  __device__ void hide(float (&s)[kScores], int key) const {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = query(lane_row + 8 * half), own_key = key + lane % 4 * 2;
+      const unsigned seen = columns_before(work.visible.last(row) - own_key) &
+                            ~columns_before(work.visible.first(row) - own_key);
+#pragma unroll
+      for (int bit = 0; bit < kScores / 2; ++bit) {
+        float& x = s[bit / 2 * 4 + 2 * half + bit % 2];
+        x = seen & 1u << bit ? x : -INFINITY;
+      }
+    }
   }
 
   // Products become logits.
@@ -255,26 +256,20 @@ struct ScoreRows {
   }
 
  private:
-  static constexpr int kGroup = 16;  // columns that are looked at only if some of them are hidden from the warp
-
-  __device__ int warp_row() const { return lane_row / 16 * 16; }
-
-  template <class Partly, class Limit, class Hidden>
-  __device__ void hide(Partly partly, Limit limit_of_row, Hidden hidden, float (&s)[kScores]) const {
-    const int limit[2] = {limit_of_row(lane_row) - lane % 4 * 2, limit_of_row(lane_row + 8) - lane % 4 * 2};
-#pragma unroll
-    for (int group = 0; group < C::kKeys; group += kGroup)
-      if (partly(group))
-#pragma unroll
-        for (int e = group / 2; e < group / 2 + kGroup / 2; ++e)
-          if (hidden(e / 4 * 8 + e % 2, limit[e / 2 % 2])) s[e] = -INFINITY;
+  // The lane's columns of a row as bits: which of 8 j + i, for bit 2 j + i, are below the limit.  Predicates are
+  // loaded from bits faster than they are computed.
+  __device__ static unsigned columns_before(int limit) {
+    static_assert(kScores <= 64, "the columns are bits of a word");
+    const int bits = limit <= 0 ? 0 : limit / 8 * 2 + min(limit % 8, 2);
+    return bits < 32 ? (1u << bits) - 1 : ~0u;
   }
 };
 
 // S = Q K^T of a warp's 16 rows once more, by mma.sync from the tiles in shared memory, where wgmma could not
 // be: in a branch that one warp takes alone.
 template <class C, class Q, class K, int n>
-__device__ inline void multiply_again(float (&s)[n], const Q& q, const K& k, int warp_row, int lane) {
+__device__ inline void multiply_again(float (&s)[n], const Q& q, const K& k, int warp_row, int thread_lane) {
+  const int lane = ptx::recomputed(thread_lane);  // addresses that follow from it are not worth registers
 #pragma unroll
   for (int e = 0; e < n; ++e) s[e] = 0;
 #pragma unroll 1
@@ -344,10 +339,10 @@ __device__ inline void finish_rows(const Forward& f, const ScoreRows<C>& rows, c
 template <class C, int n>
 __device__ inline bool store_output(const Forward& f, const typename ForwardShared<C>::O& o,
                                     const ScoreRows<C>& rows, float (&out)[n], const float (&factor)[2],
-                                    int warpgroup, int thread) {
+                                    int warpgroup, int warpgroup_thread) {
   const ForwardParams& p = f.p;
   const Work& work = rows.work;
-  const int lane = rows.lane, tile_row = warpgroup * 64, group = f.schedule.group;
+  const int thread = ptx::recomputed(warpgroup_thread), lane = thread % 32, tile_row = warpgroup * 64, group = f.schedule.group;
   const int rows_left = (work.q_allotted << group) - rows.first_row;
 #pragma unroll
   for (int j = 0; j < n / 4; j += 2) {
@@ -402,8 +397,7 @@ __device__ inline void consume(const Forward& f, const ForwardShared<C>& shared,
                far = p.max_logit.data ? none : softcapped ? f.logits.far.bounds : all;
   // Keys past the end of a sequence are zeros where the tensor ends, otherwise anything.
   const bool anything_past_end = p.seqlen_k.cu || p.seqlen_k.used;
-  Ring<kWorkStages> work_ring;
-  Ring<C::kQueryStages> q_ring;
+  int tile = 0, work_stage = 0, q_stage = 0;
   Ring<C::kKeyStages> k_ring;
   Ring<C::kValueStages> v_ring;
   float s[kScores], out[kOutputs];
@@ -430,7 +424,7 @@ __device__ inline void consume(const Forward& f, const ForwardShared<C>& shared,
   };
   const auto multiply_qk = [&] {  // S = Q K^T, asynchronously
     using QK = Wgmma<C::kDType, C::kKeys>;
-    const uint64_t q_rows = shared.q(q_ring.stage).rows_of_k(warpgroup * 64),
+    const uint64_t q_rows = shared.q(q_stage).rows_of_k(warpgroup * 64),
                    k_rows = shared.k(k_ring.stage).rows_of_k(0);
     ptx::wgmma_fence();
 #pragma unroll
@@ -448,7 +442,7 @@ __device__ inline void consume(const Forward& f, const ForwardShared<C>& shared,
   };
 
   // The tile's: read again where it is needed, because registers are scarce.
-  const auto rows = [&] { return ScoreRows<C>(f, shared.get_work(work_ring.stage), warpgroup, thread); };
+  const auto rows = [&] { return ScoreRows<C>(f, shared.get_work(work_stage), warpgroup, thread); };
   int block;
   bool add;                       // is there an O to add to?
   bool dirty;                     // may rows of V that no query sees be anything but zeros?
@@ -457,7 +451,7 @@ __device__ inline void consume(const Forward& f, const ForwardShared<C>& shared,
     const typename Shared::V v = shared.v(v_ring.stage);
     ptx::mbarrier_wait(shared.v_full(v_ring.stage), v_ring.parity);
     if (dirty) {
-      const VisibleKeys visible = shared.get_work(work_ring.stage).visible;
+      const VisibleKeys visible = shared.get_work(work_stage).visible;
       const int first = visible.first(0) - block * C::kKeys, last = visible.len_k - block * C::kKeys;
       if (first > 0 || last < C::kKeys) clear_rows(v, first, last, thread, kGroupBarrier + warpgroup);
     }
@@ -472,8 +466,7 @@ __device__ inline void consume(const Forward& f, const ForwardShared<C>& shared,
   const auto update = [&](int key, auto first_block) {
     constexpr bool kFirst = decltype(first_block)::value;
     const auto hide = [&] {
-      if (key + C::kKeys > seen_last) rows().hide_after(s, key);
-      if (key < seen_first) rows().hide_before(s, key);
+      if (key < seen_first || key + C::kKeys > seen_last) rows().hide(s, key);
     };
     if (softmax.far) {
       bool done;
@@ -490,7 +483,7 @@ __device__ inline void consume(const Forward& f, const ForwardShared<C>& shared,
         done = softmax.fast_update<C::kDType, kFirst>(
             s, [&](float x, float minus) { return fmaf(x, scale, minus); });
       if (done) return false;
-      multiply_again<C>(s, shared.q(q_ring.stage), shared.k(k_ring.stage), warp_row, lane);
+      multiply_again<C>(s, shared.q(q_stage), shared.k(k_ring.stage), warp_row, lane);
     }
     if (modified) rows().modify(s, key);
     hide();
@@ -513,16 +506,19 @@ __device__ inline void consume(const Forward& f, const ForwardShared<C>& shared,
     release_v();
   };
 
-  for (;; work_ring.advance(), q_ring.advance()) {
-    ptx::mbarrier_wait(shared.q_full(q_ring.stage), q_ring.parity);
-    const Share own = shared.get_share(work_ring.stage, warpgroup);
+  for (;; ++tile) {
+    work_stage = tile % kWorkStages;
+    q_stage = tile % C::kQueryStages;
+    ptx::mbarrier_wait(shared.q_full(q_stage), tile / C::kQueryStages % 2);
+    const Share own = shared.get_share(work_stage, warpgroup);
     int first_block;  // of the tile
     {
-      const Work work = shared.get_work(work_ring.stage);
+      const Work work = shared.get_work(work_stage);
       if (work.batch < 0) break;
       first_block = work.first_block;
       block = first_block + work.blocks - 1;
     }
+#pragma unroll 1
     for (; block > own.last_block && block >= first_block; --block) {
       skip_block();
       if (block > first_block) take_turn(), pass_turn();
@@ -530,7 +526,7 @@ __device__ inline void consume(const Forward& f, const ForwardShared<C>& shared,
     seen_first = own.seen_first;
     seen_last = own.seen_last;
     const auto prepare = [&] {
-      dirty = anything_past_end || shared.get_work(work_ring.stage).visible.first(0) > 0;
+      dirty = anything_past_end || shared.get_work(work_stage).visible.first(0) > 0;
       softmax.start(near, far);
       add = false;
     };
@@ -540,7 +536,7 @@ __device__ inline void consume(const Forward& f, const ForwardShared<C>& shared,
 #pragma unroll
         for (int step = 0; step < kSteps; ++step)
           ptx::ldmatrix_x4(q_frag[step],
-                           shared.q(q_ring.stage).chunk(warp_row + lane % 16, step * 2 + lane / 16));
+                           shared.q(q_stage).chunk(warp_row + lane % 16, step * 2 + lane / 16));
       ptx::mbarrier_wait(shared.k_full(k_ring.stage), k_ring.parity);
       multiply_qk();
       prepare();
@@ -576,6 +572,7 @@ __device__ inline void consume(const Forward& f, const ForwardShared<C>& shared,
       ptx::wgmma_wait_group<0>();
       ptx::written_by_wgmma(out);
       release_v();
+#pragma unroll 1
       for (--block; block >= first_block; --block) {
         skip_block();
         take_turn(), pass_turn();
@@ -592,9 +589,9 @@ __device__ inline void consume(const Forward& f, const ForwardShared<C>& shared,
       for (int e = 0; e < kOutputs; ++e) out[e] = 0;
     }
     const bool copying =
-        store_output<C>(f, shared.o(q_ring.stage), rows(), out, factor, warpgroup, thread);
-    if (thread == 0) ptx::mbarrier_arrive(shared.work_empty(work_ring.stage));
-    storing = q_ring.stage;
+        store_output<C>(f, shared.o(q_stage), rows(), out, factor, warpgroup, thread);
+    if (thread == 0) ptx::mbarrier_arrive(shared.work_empty(work_stage));
+    storing = q_stage;
     if (C::kQueryStages == 1 || !copying) release_storing();
   }
   if (thread == 0) ptx::cp_async_bulk_wait_group_read();

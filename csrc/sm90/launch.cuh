@@ -103,6 +103,7 @@ int launch_forward(const ForwardParams& p, void* stream) {
   Schedule& schedule = f.schedule;
   while (1 << schedule.group < group) ++schedule.group;
   schedule.units = Divisor(static_cast<unsigned>(units));
+  schedule.blocks = static_cast<int>(blocks);
   schedule.units_of_k = Divisor(static_cast<unsigned>(units / p.heads_k));
   schedule.ticket = tiles > blocks ? take_ticket(cuda_stream) : -1;
   if (!ragged) {

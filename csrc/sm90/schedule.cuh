@@ -56,7 +56,8 @@ struct Schedule {
   int group;      // log2 of the query heads in a tile
   Divisor units;  // heads_q >> group
   Divisor units_of_k;  // that share a KV head
-  int ticket;     // which counter hands out tiles; -1: every gridDim.x-th one
+  int blocks;     // of the launch
+  int ticket;     // which counter hands out tiles; -1: a block takes every blocks-th
   // When all sequences have the same lengths, otherwise tiles is 0:
   int tiles, tiles_of_unit, all_units;
   Divisor section, tiles_of_section;  // units whose tiles are mixed, see TileOrder
@@ -81,11 +82,11 @@ class Tiles {
 
   __device__ void next() {
     if (schedule_.ticket < 0) {
-      index_ += gridDim.x;
+      index_ += schedule_.blocks;
       return;
     }
     answer_ = __shfl_sync(0xFFFFFFFFu, answer_, 0);
-    index_ = gridDim.x + answer_;
+    index_ = schedule_.blocks + answer_;
   }
 
   __device__ Work work() { return schedule_.tiles ? even() : ragged(); }

@@ -21,6 +21,15 @@ each_dim = pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256), (1
 each_range = pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread():
+    """More would mostly wait for each other: on the CPU the tensors are small."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 def sizes(device) -> list[tuple[int, int]]:
     """(Sq, Sk); on a card for kernels of few and of many queries.  Causal, query 0 sees Sk - Sq + 1 keys."""
     return [(24, 140)] if device.type == "cpu" else [(100, 500), (300, 700)]

@@ -25,8 +25,8 @@ struct RowResult {
   float factor, lse, max_logit;
 };
 
-// Of a row whose weights, relative to a reference (log2 units), have this total.  The sink (natural logarithm,
-// -inf: none) joins it.
+// Of a row whose weights, relative to a reference (log2 units), have this total.  The sink (natural
+// logarithm, -inf: none) joins it.
 __device__ inline RowResult finish_row(float total, float reference, float peak, float sink) {
   float base = reference, mine = 1, all = total;
   if (sink > -INFINITY) {

@@ -1,8 +1,9 @@
 // Forward attention on Hopper (sm_90a).
 //   O = softmax(scale Q K^T) V, lse = log sum exp: a block takes tile after tile of kRows queries of one head.
 //   Two producer warps have the copy engine bring Q, K and V into rings of shared-memory tiles; each of the
-//   kWarpgroups other warpgroups multiplies 64 of the rows with all keys.  Scores and weights stay in registers.
-//   While a warpgroup computes its softmax, the tensor cores work for the others: kTurns makes them go in turns.
+//   kWarpgroups other warpgroups multiplies 64 of the rows with all keys.  Scores and weights stay in
+//   registers.  While a warpgroup computes its softmax, the tensor cores work for the others: kTurns makes
+//   them go in turns.
 #pragma once
 
 #include <type_traits>
@@ -20,7 +21,7 @@ struct Forward {
   Logits logits;
 };
 
-constexpr int kWorkStages = 2;
+constexpr int kWorkStages = 2;  // tiles that producers and warpgroups may be apart
 
 // Shared memory of a block: tiles, then the barriers that say who may touch them.  O takes the place of Q.
 template <class C>
@@ -31,7 +32,8 @@ struct ForwardShared {
   using O = SlabTile<C::kRows, C::kHeadDimV>;
   static constexpr int kThreads = (C::kWarpgroups + 1) * 128, kAlignment = 1024;
   static constexpr int kQueryBytes = Q::kBytes > O::kBytes ? Q::kBytes : O::kBytes;
-  static constexpr int kKeyPlace = C::kQueryStages * kQueryBytes, kValuePlace = kKeyPlace + C::kKeyStages * K::kBytes;
+  static constexpr int kKeyPlace = C::kQueryStages * kQueryBytes,
+                       kValuePlace = kKeyPlace + C::kKeyStages * K::kBytes;
   static constexpr int kBarrierPlace = kValuePlace + C::kValueStages * V::kBytes;
   static constexpr int kBarriers = 2 * (C::kQueryStages + C::kKeyStages + C::kValueStages + kWorkStages);
   static constexpr int kWorkPlace = kBarrierPlace + (kBarriers * 8 + 15) / 16 * 16;
@@ -119,13 +121,13 @@ struct Ring {
 
 // Starts the copies of a tile, one box of 64 columns each.
 template <class T>
-__device__ inline void load_tile(const T& tile, const CUtensorMap& map, uint32_t barrier, uint64_t hint, int row,
-                                 int unit, int batch) {
+__device__ inline void load_tile(const T& tile, const CUtensorMap& map, uint32_t barrier, uint64_t hint,
+                                 int row, int unit, int batch) {
   ptx::mbarrier_arrive_expect_tx(barrier, T::kBytes);
 #pragma unroll
   for (int slab = 0; slab < T::kSlabs; ++slab)
-    ptx::cp_async_bulk_tensor_load(tile.base + slab * T::kSlabBytes, &map, barrier, hint, slab * 64, 0, row, unit,
-                                   batch);
+    ptx::cp_async_bulk_tensor_load(tile.base + slab * T::kSlabBytes, &map, barrier, hint, slab * 64, 0, row,
+                                   unit, batch);
 }
 
 // What one warp does: decides what the next tile is, for all others, and loads its Q.
@@ -157,8 +159,8 @@ __device__ inline void produce_queries(const Forward& f, const ForwardShared<C>&
   tiles.finish(tiles.total());
 }
 
-// What one thread of another does: loads the blocks of K and V from the last to the first, as they are needed, V one
-// step after K.
+// What one thread of another does: loads the blocks of K and V from the last to the first, as they are
+// needed, V one step after K.
 template <class C>
 __device__ inline void produce_keys(const Forward& f, const ForwardShared<C>& shared) {
   Ring<kWorkStages> work_ring;
@@ -174,13 +176,14 @@ __device__ inline void produce_keys(const Forward& f, const ForwardShared<C>& sh
     for (int step = 0; step <= work.blocks && work.blocks > 0; ++step, row -= C::kKeys) {
       if (step < work.blocks) {
         ptx::mbarrier_wait(shared.k_empty(k_ring.stage), k_ring.parity ^ 1);
-        load_tile(shared.k(k_ring.stage), f.k, shared.k_full(k_ring.stage), ptx::kEvictLast, row, head, batch);
+        load_tile(shared.k(k_ring.stage), f.k, shared.k_full(k_ring.stage), ptx::kEvictLast, row, head,
+                  batch);
         k_ring.advance();
       }
       if (step > 0) {
         ptx::mbarrier_wait(shared.v_empty(v_ring.stage), v_ring.parity ^ 1);
-        load_tile(shared.v(v_ring.stage), f.v, shared.v_full(v_ring.stage), ptx::kEvictLast, row + C::kKeys, head,
-                  batch);
+        load_tile(shared.v(v_ring.stage), f.v, shared.v_full(v_ring.stage), ptx::kEvictLast, row + C::kKeys,
+                  head, batch);
         v_ring.advance();
       }
     }
@@ -241,8 +244,8 @@ struct ScoreRows {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = lane_row + 8 * half;
-      const float slope = kLog2E * load_number(alibi.data, DType::f32,
-                                               work.batch * alibi.batch + head(row) * alibi.head);
+      const float slope =
+          kLog2E * load_number(alibi.data, DType::f32, work.batch * alibi.batch + head(row) * alibi.head);
       const float distance =
           static_cast<float>(query(row) + work.visible.len_k - work.visible.len_q - key - lane % 4 * 2);
 #pragma unroll
@@ -256,8 +259,8 @@ struct ScoreRows {
   }
 
  private:
-  // The lane's columns of a row as bits: which of 8 j + i, for bit 2 j + i, are below the limit.  Predicates are
-  // loaded from bits faster than they are computed.
+  // The lane's columns of a row as bits: which of 8 j + i, for bit 2 j + i, are below the limit.  Predicates
+  // are loaded from bits faster than they are computed.
   __device__ static unsigned columns_before(int limit) {
     static_assert(kScores <= 64, "the columns are bits of a word");
     const int bits = limit <= 0 ? 0 : limit / 8 * 2 + min(limit % 8, 2);
@@ -334,15 +337,16 @@ __device__ inline void finish_rows(const Forward& f, const ScoreRows<C>& rows, c
   }
 }
 
-// Normalised rows through the place of Q to `out`.  Returns whether thread 0 has started a copy that still reads
-// the place.
+// Normalised rows through the place of Q to `out`.  Returns whether thread 0 has started a copy that still
+// reads the place.
 template <class C, int n>
 __device__ inline bool store_output(const Forward& f, const typename ForwardShared<C>::O& o,
                                     const ScoreRows<C>& rows, float (&out)[n], const float (&factor)[2],
                                     int warpgroup, int warpgroup_thread) {
   const ForwardParams& p = f.p;
   const Work& work = rows.work;
-  const int thread = ptx::recomputed(warpgroup_thread), lane = thread % 32, tile_row = warpgroup * 64, group = f.schedule.group;
+  const int thread = ptx::recomputed(warpgroup_thread), lane = thread % 32, tile_row = warpgroup * 64,
+            group = f.schedule.group;
   const int rows_left = (work.q_allotted << group) - rows.first_row;
 #pragma unroll
   for (int j = 0; j < n / 4; j += 2) {
@@ -394,7 +398,9 @@ __device__ inline void consume(const Forward& f, const ForwardShared<C>& shared,
   const Bounds all{-INFINITY, INFINITY}, none{INFINITY, INFINITY};
   // The largest logit is known only if every update is exact.
   const Bounds near = softcapped && !p.max_logit.data ? f.logits.near.bounds : none,
-               far = p.max_logit.data ? none : softcapped ? f.logits.far.bounds : all;
+               far = p.max_logit.data ? none
+                     : softcapped     ? f.logits.far.bounds
+                                      : all;
   // Keys past the end of a sequence are zeros where the tensor ends, otherwise anything.
   const bool anything_past_end = p.seqlen_k.cu || p.seqlen_k.used;
   int tile = 0, work_stage = 0, q_stage = 0;
@@ -441,7 +447,7 @@ __device__ inline void consume(const Forward& f, const ForwardShared<C>& shared,
       weights[i / 4][i % 4] = ptx::cvt_pack<C::kDType>(s[2 * i], s[2 * i + 1]);
   };
 
-  // The tile's: read again where it is needed, because registers are scarce.
+  // Those of the tile; read again wherever they are needed, because registers are scarce.
   const auto rows = [&] { return ScoreRows<C>(f, shared.get_work(work_stage), warpgroup, thread); };
   int block;
   bool add;                       // is there an O to add to?
@@ -458,7 +464,8 @@ __device__ inline void consume(const Forward& f, const ForwardShared<C>& shared,
     ptx::wgmma_fence();
 #pragma unroll
     for (int step = 0; step < C::kKeys / 16; ++step)
-      PV::template rs<1>(out, weights[step], v.columns_of_n() + Shared::V::row_step(step * 16), step > 0 || add);
+      PV::template rs<1>(out, weights[step], v.columns_of_n() + Shared::V::row_step(step * 16),
+                         step > 0 || add);
     ptx::wgmma_commit_group();
     add = true;
   };
@@ -473,12 +480,12 @@ __device__ inline void consume(const Forward& f, const ForwardShared<C>& shared,
       if (!softcapped && modified) rows().modify(s, key);
       hide();
       if (C::kGeneral && softcapped)
-        done = softmax.near ? softmax.fast_update<C::kDType, kFirst>(s, [&](float x, float minus) {
-          return f.logits.near.template operator()<3>(x, minus);
-        })
-                            : softmax.fast_update<C::kDType, kFirst>(s, [&](float x, float minus) {
-          return f.logits.far.template operator()<5>(x, minus);
-        });
+        done =
+            softmax.near
+                ? softmax.fast_update<C::kDType, kFirst>(
+                      s, [&](float x, float minus) { return f.logits.near.template operator()<3>(x, minus); })
+                : softmax.fast_update<C::kDType, kFirst>(
+                      s, [&](float x, float minus) { return f.logits.far.template operator()<5>(x, minus); });
       else
         done = softmax.fast_update<C::kDType, kFirst>(
             s, [&](float x, float minus) { return fmaf(x, scale, minus); });
@@ -535,8 +542,7 @@ __device__ inline void consume(const Forward& f, const ForwardShared<C>& shared,
       if constexpr (C::kQueriesInRegisters)
 #pragma unroll
         for (int step = 0; step < kSteps; ++step)
-          ptx::ldmatrix_x4(q_frag[step],
-                           shared.q(q_stage).chunk(warp_row + lane % 16, step * 2 + lane / 16));
+          ptx::ldmatrix_x4(q_frag[step], shared.q(q_stage).chunk(warp_row + lane % 16, step * 2 + lane / 16));
       ptx::mbarrier_wait(shared.k_full(k_ring.stage), k_ring.parity);
       multiply_qk();
       prepare();
@@ -588,8 +594,7 @@ __device__ inline void consume(const Forward& f, const ForwardShared<C>& shared,
 #pragma unroll
       for (int e = 0; e < kOutputs; ++e) out[e] = 0;
     }
-    const bool copying =
-        store_output<C>(f, shared.o(q_stage), rows(), out, factor, warpgroup, thread);
+    const bool copying = store_output<C>(f, shared.o(q_stage), rows(), out, factor, warpgroup, thread);
     if (thread == 0) ptx::mbarrier_arrive(shared.work_empty(work_stage));
     storing = q_stage;
     if (C::kQueryStages == 1 || !copying) release_storing();
@@ -601,7 +606,8 @@ template <class C>
 __global__ void __launch_bounds__(ForwardShared<C>::kThreads, C::kBlocks)
     forward_kernel(const __grid_constant__ Forward f) {
   // What the block is launched with is divided again: producers need few registers.
-  constexpr int kThreads = ForwardShared<C>::kThreads, kAll = 65536 / C::kBlocks / (8 * kThreads) * 8 * kThreads;
+  constexpr int kThreads = ForwardShared<C>::kThreads,
+                kAll = 65536 / C::kBlocks / (8 * kThreads) * 8 * kThreads;
   constexpr int kProducerRegisters = C::kWarpgroups == 3 ? 32 : 40,
                 kConsumerRegisters = (kAll / 128 - kProducerRegisters) / C::kWarpgroups / 8 * 8;
   const ForwardShared<C> shared;

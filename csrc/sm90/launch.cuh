@@ -2,8 +2,8 @@
 #pragma once
 
 #include <algorithm>
-#include <climits>
 #include <atomic>
+#include <climits>
 
 #include "common/launch.cuh"
 #include "sm90/forward.cuh"
@@ -32,9 +32,9 @@ inline int processors() {
   return known_count;
 }
 
-// A counter for a launch, -1: none.  Launches that may run at the same time need different ones.  Eager launches
-// take them in turn, and far fewer can be queued than there are.  A graph keeps its own for good: when they have
-// run out, tiles are handed out without a counter.
+// A counter for a launch, -1: none.  Launches that may run at the same time need different ones.  Eager
+// launches take them in turn, and far fewer can be queued than there are.  A graph keeps its own for good:
+// when they have run out, tiles are handed out without a counter.
 inline int take_ticket(cudaStream_t stream) {
   static std::atomic<unsigned> eager{0};
   static std::atomic<int> captured{0};
@@ -46,8 +46,8 @@ inline int take_ticket(cudaStream_t stream) {
   return ticket < kTickets / 2 ? kTickets / 2 + ticket : -1;
 }
 
-// Query heads that share a tile: all of a KV head if that leaves fewer rows of tiles empty.  Not when packed: what
-// becomes of a sequence shall not depend on the length of others.
+// Query heads that share a tile: all of a KV head if that leaves fewer rows of tiles empty.  Not when packed:
+// what becomes of a sequence shall not depend on the length of others.
 template <class C>
 int heads_in_tile(const ForwardParams& p) {
   const int64_t group = p.heads_q / p.heads_k, rows = p.seqlen_q.rows;
@@ -58,10 +58,11 @@ int heads_in_tile(const ForwardParams& p) {
   return possible && filled(rows) < 0.9 * filled(rows * group) ? static_cast<int>(group) : 1;
 }
 
-// c tanh(f x) with tanh's odd polynomial of least error on [-end, end].  Weights below 2^-24 of a row's sum do not
-// count, so that arguments may be too negative (the polynomial grows with them), and no logit of a fast update
-// exceeds its reference by more than kLargestPower.
-inline SoftcapPolynomial softcap_polynomial(float c, float f, const float (&coefficients)[5], float tanh_end) {
+// c tanh(f x) with tanh's odd polynomial of least error on [-end, end].  Weights below 2^-24 of a row's sum
+// do not count, so that arguments may be too negative (the polynomial grows with them), and no logit of a
+// fast update exceeds its reference by more than kLargestPower.
+inline SoftcapPolynomial softcap_polynomial(float c, float f, const float (&coefficients)[5],
+                                            float tanh_end) {
   SoftcapPolynomial polynomial{};
   float factor = c * f;
   for (int i = 0; i < 5; ++i, factor *= f * f) polynomial.factors[i] = coefficients[i] * factor;
@@ -95,7 +96,8 @@ int launch_forward(const ForwardParams& p, void* stream) {
   const int64_t rows = p.seqlen_q.rows * group, of_unit = (rows + C::kRows - 1) / C::kRows;
   const int64_t total_rows = p.seqlen_q.cu ? p.seqlen_q.total * group : rows * p.batch;
   const int64_t tiles =  // at most
-      ragged ? std::min(of_unit * p.batch, total_rows / C::kRows + p.batch) * units : of_unit * p.batch * units;
+      ragged ? std::min(of_unit * p.batch, total_rows / C::kRows + p.batch) * units
+             : of_unit * p.batch * units;
   if (tiles == 0) return cudaSuccess;
   if (tiles > INT_MAX) return cudaErrorInvalidValue;
   const int64_t blocks = std::min<int64_t>(tiles, C::kBlocks * processors());
@@ -107,10 +109,12 @@ int launch_forward(const ForwardParams& p, void* stream) {
   schedule.units_of_k = Divisor(static_cast<unsigned>(units / p.heads_k));
   schedule.ticket = tiles > blocks ? take_ticket(cuda_stream) : -1;
   if (!ragged) {
-    // Tiles of so many heads together that short ones fill the gaps at the end, and that blocks of one head walk
-    // over K and V at the same time (measured: docs/sm90_forward.md); all, if they are few.  Without a causal mask
-    // tile after tile of a head.
-    const int64_t together = p.score.window_right < 0 ? 1 : tiles <= 512 ? 512 : clamp(p.seqlen_k.rows / 4, 128, 1024);
+    // Tiles of so many heads together that short ones fill the gaps at the end, and that blocks of one head
+    // walk over K and V at the same time (measured: docs/sm90_forward.md); all, if they are few.  Without a
+    // causal mask tile after tile of a head.
+    const int64_t together = p.score.window_right < 0 ? 1
+                             : tiles <= 512           ? 512
+                                                      : clamp(p.seqlen_k.rows / 4, 128, 1024);
     const int64_t section = std::min(std::max<int64_t>(1, together / of_unit), p.batch * units);
     schedule.tiles = static_cast<int>(tiles);
     schedule.tiles_of_unit = static_cast<int>(of_unit);
@@ -129,7 +133,8 @@ int launch_forward(const ForwardParams& p, void* stream) {
   if (!error) error = make_map<C>(f.out, p.out, p.head_dim_v, group, q_rows, units, batch_q, 64);
   if (no_keys) f.k = f.v = f.q;
   if (!error && !no_keys) error = make_map<C>(f.k, p.k, p.head_dim, 1, k_rows, p.heads_k, batch_k, C::kKeys);
-  if (!error && !no_keys) error = make_map<C>(f.v, p.v, p.head_dim_v, 1, k_rows, p.heads_k, batch_k, C::kKeys);
+  if (!error && !no_keys)
+    error = make_map<C>(f.v, p.v, p.head_dim_v, 1, k_rows, p.heads_k, batch_k, C::kKeys);
   if (error) return error;
   if (const auto failed = cudaFuncSetAttribute(forward_kernel<C>, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                                ForwardShared<C>::kBytes))

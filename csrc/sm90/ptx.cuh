@@ -90,7 +90,9 @@ __device__ inline void cp_async_bulk_wait_group_read() {
 }
 
 // Until they are done.
-__device__ inline void cp_async_bulk_wait_group() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+__device__ inline void cp_async_bulk_wait_group() {
+  asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+}
 
 // What this thread wrote to shared memory becomes visible to wgmma and to the copy engine.
 __device__ inline void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
@@ -147,8 +149,8 @@ __device__ inline void written_by_wgmma(float (&x)[n]) {
 __device__ inline void hold() { asm volatile("nanosleep.u32 20;" ::: "memory"); }
 
 __device__ inline void stmatrix_x4(uint32_t to, uint32_t x0, uint32_t x1, uint32_t x2, uint32_t x3) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x0),
-               "r"(x1), "r"(x2), "r"(x3)
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x0), "r"(x1),
+               "r"(x2), "r"(x3)
                : "memory");
 }
 

@@ -6,23 +6,24 @@
 
 namespace flashattn::sm90 {
 
-// A tile of kRows rows: queries of one head, or of 2^group query heads that share a KV head, those of one query
-// next to each other.  A unit is such a group of heads.
+// A tile of kRows rows: queries of one head, or of 2^group query heads that share a KV head, those of one
+// query next to each other.  A unit is such a group of heads.
 struct Work {
-  int row, unit, batch;      // the first row of the tile; batch -1: nothing is left
+  int row, unit, batch;              // the first row of the tile; batch -1: nothing is left
   int q_first, q_allotted, k_first;  // of the sequence in its tensor
-  int first_block, blocks;   // blocks of keys that some row of the tile sees
+  int first_block, blocks;           // blocks of keys that some row of the tile sees
   VisibleKeys visible;
 };
 static_assert(sizeof(Work) == 48, "three vectors");
 
-// What a warpgroup needs of it: of the blocks those from last_block to first_block, none if they are the wrong way
-// round.  All of its rows see the keys of [seen_first, seen_last).
+// What a warpgroup needs of it: of the blocks those from last_block to first_block, none if they are the
+// wrong way round.  All of its rows see the keys of [seen_first, seen_last).
 struct Share {
   int first_block, last_block, seen_first, seen_last;
 };
 
-// The query of a row of a unit.  Rows past the end of the sequence are computed like its last, and not stored.
+// The query of a row of a unit.  Rows past the end of the sequence are computed like its last, and not
+// stored.
 __device__ inline int query_of(int row, int group, const VisibleKeys& visible) {
   return min(row >> group, visible.len_q - 1);
 }
@@ -37,8 +38,8 @@ __device__ inline Share share_of(const Work& work, int warpgroup, int group) {
           work.visible.last(first)};
 }
 
-// Division by a number that the host knows, of dividends below 2^31 (Granlund and Montgomery, "Division by invariant
-// integers using multiplication", 1994).
+// Division by a number that the host knows, of dividends below 2^31 (Granlund and Montgomery, "Division by
+// invariant integers using multiplication", 1994).
 struct Divisor {
   unsigned value, factor, shift;
 
@@ -53,11 +54,11 @@ struct Divisor {
 
 // The order of a launch's tiles.
 struct Schedule {
-  int group;      // log2 of the query heads in a tile
-  Divisor units;  // heads_q >> group
+  int group;           // log2 of the query heads in a tile
+  Divisor units;       // heads_q >> group
   Divisor units_of_k;  // that share a KV head
-  int blocks;     // of the launch
-  int ticket;     // which counter hands out tiles; -1: a block takes every blocks-th
+  int blocks;          // of the launch
+  int ticket;          // which counter hands out tiles; -1: a block takes every blocks-th
   // When all sequences have the same lengths, otherwise tiles is 0:
   int tiles, tiles_of_unit, all_units;
   Divisor section, tiles_of_section;  // units whose tiles are mixed, see TileOrder
@@ -141,10 +142,12 @@ class Tiles {
 
   __device__ Work even() const {
     if (index_ >= schedule_.tiles) return nothing();
-    const unsigned section = schedule_.tiles_of_section.divide(index_), first = section * schedule_.section.value,
+    const unsigned section = schedule_.tiles_of_section.divide(index_),
+                   first = section * schedule_.section.value,
                    members = min(schedule_.section.value, schedule_.all_units - first),
                    rest = index_ - section * schedule_.tiles_of_section.value;
-    const unsigned tile = members == schedule_.section.value ? schedule_.section.divide(rest) : rest / members;
+    const unsigned tile =
+        members == schedule_.section.value ? schedule_.section.divide(rest) : rest / members;
     const unsigned place = first + rest - tile * members, batch = schedule_.units.divide(place);
     return describe(schedule_.tiles_of_unit - 1 - tile,  // the longest when causal first
                     place - batch * schedule_.units.value, batch, 0, schedule_.visible.len_q, 0,
@@ -166,8 +169,7 @@ class Tiles {
       if (after) {
         const int owner = __ffs(static_cast<int>(after)) - 1, batch = base_ + owner;
         const int tiles_here = __shfl_sync(0xFFFFFFFFu, tiles, owner);
-        const int rest =
-            index_ - start_ - __shfl_sync(0xFFFFFFFFu, end, owner) + tiles_here * units;
+        const int rest = index_ - start_ - __shfl_sync(0xFFFFFFFFu, end, owner) + tiles_here * units;
         const int tile = static_cast<int>(schedule_.units.divide(rest));
         const Span q(p_.seqlen_q, batch), k(p_.seqlen_k, batch);
         return describe(tiles_here - 1 - tile, rest - tile * units, batch, q.first, q.allotted, k.first,

@@ -13,15 +13,16 @@ struct Bounds {
 };
 
 // Weights are powers of two relative to a reference of each row, in log2 units.  The exact update takes the
-// largest logit so far.  The fast one keeps the reference, 0 at first, looks for no maximum, and finds out from
-// the sum whether that was right: weights may exceed 1, but while the sum of a lane's weights stays under
-// 2^kLargestPower neither they nor their 16-bit forms overflow, and no sum loses precision; and the first sum of a
-// row must not be so small that 16-bit weights lose any.  If it is wrong, the scores must be computed again.
+// largest logit so far.  The fast one keeps the reference, 0 at first, looks for no maximum, and finds out
+// from the sum whether that was right: weights may exceed 1, but while the sum of a lane's weights stays
+// under 2^kLargestPower neither they nor their 16-bit forms overflow, and no sum loses precision; and the
+// first sum of a row must not be so small that 16-bit weights lose any.  If it is wrong, the scores must be
+// computed again.
 struct OnlineSoftmax {
   static constexpr int kLargestPower = 13;
   float reference[2], sum[2];  // sums of this lane's columns
   float rescale[2];            // of earlier sums and outputs, by the latest exact update
-  bool near, far;              // all references of the warp lie within these bounds, so that fast updates may follow
+  bool near, far;  // all references of the warp lie within these bounds, so that fast updates may follow
 
   __device__ void start(Bounds near_bounds, Bounds far_bounds) {
     reference[0] = reference[1] = sum[0] = sum[1] = 0;
@@ -31,8 +32,8 @@ struct OnlineSoftmax {
 
   __device__ void forget_reference() { reference[0] = reference[1] = -INFINITY; }
 
-  // Scores become weights 2^(logit(score) - reference), logit(x, minus) = logit of x, plus minus.  False, and the
-  // scores are lost, if the reference was wrong.  One answer for the warp.
+  // Scores become weights 2^(logit(score) - reference), logit(x, minus) = logit of x, plus minus.  False, and
+  // the scores are lost, if the reference was wrong.  One answer for the warp.
   template <DType dtype, bool first, int n, class Logit>
   __device__ bool fast_update(float (&s)[n], Logit logit) {
     constexpr float kMost = 1 << kLargestPower, kLeast = dtype == DType::f16 ? 0.25f : 1e-15f;
@@ -86,8 +87,8 @@ struct OnlineSoftmax {
   }
 };
 
-// c tanh(x f) as an odd polynomial in x, and the references for which it is right: no weight that matters then
-// has an argument outside the interval of the polynomial.
+// c tanh(x f) as an odd polynomial in x, and the references for which it is right: no weight that matters
+// then has an argument outside the interval of the polynomial.
 struct SoftcapPolynomial {
   static constexpr int kMostTerms = 5;
   float factors[kMostTerms];

@@ -12,7 +12,8 @@ namespace flashattn::sm90 {
 template <DType dtype, int n>
 struct Wgmma;
 
-// (rows, columns) 16-bit elements in slabs of 64 columns: rows of 128 bytes whose 16-byte chunks are swizzled.
+// (rows, columns) 16-bit elements in slabs of 64 columns: rows of 128 bytes whose 16-byte chunks are
+// swizzled.
 template <int rows, int columns>
 struct SlabTile {
   static constexpr int kSlabs = (columns + 63) / 64, kSlabBytes = rows * 128, kBytes = kSlabs * kSlabBytes;

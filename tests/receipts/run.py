@@ -140,14 +140,20 @@ class Run:
         return status is not None and status not in (2, 3, 4), [json.loads(line) for line in lines]
 
     def parts(self, names: list[str], families: list[str], files: list[str], workers: int) -> None:
-        """The sanitizers, which use a few cores each, run beside the suite."""
+        """The sanitizers, which use a few cores each, run beside the suites; with more than one card, suites
+        run beside each other too."""
         if "build" in names:
             self.build()
         begin = time.monotonic()
         sanitizers = {tool: self.sanitizer(tool) for tool in TOOLS if tool in names}
-        for family in families if "suite" in names else ():
+        suites = {}
+        for card, family in enumerate(families if "suite" in names else ()):
             if time.monotonic() < self.end:
-                self.suite(family, files, workers)
+                suites[family] = self.suite(family, files, workers, card)
+                if cards() == 1:
+                    self.tested(family, files, suites.pop(family))
+        for family, child in suites.items():
+            self.tested(family, files, child)
         for tool, child in sanitizers.items():
             self.sanitized(tool, child, begin)
 
@@ -159,11 +165,14 @@ class Run:
             raise SystemExit("the build failed, or was not done within the limit")
         self.receipt["build seconds"] = round(time.monotonic() - begin)
 
-    def suite(self, family: str, files: list[str], workers: int) -> None:
-        """The tests on the kernels of one family."""
-        finished, results = self.results(family, self.pytest(
+    def suite(self, family: str, files: list[str], workers: int, card: int) -> subprocess.Popen:
+        """Starts the tests on the kernels of one family."""
+        return self.pytest(
             family, "-n", str(workers), "--dist", "loadgroup", "--family", family,
-            "-k", f"not ({' or '.join(NOT_YET)})", *(f"tests/{file}" for file in files)))
+            "-k", f"not ({' or '.join(NOT_YET)})", *(f"tests/{file}" for file in files), **first(card))
+
+    def tested(self, family: str, files: list[str], child: subprocess.Popen) -> None:
+        finished, results = self.results(family, child)
         outcomes = defaultdict(Counter)
         for result in results:
             file = Path(result["test"].partition("::")[0]).name
@@ -190,7 +199,7 @@ class Run:
         if tool != "initcheck":  # which must see who writes what our kernels read
             command += ["--kernel-name", "kns=flashattn"]
         return self.pytest(tool, "tests/test_cuda.py::test_row", "-n", "3", before=command,
-                           PYTORCH_NO_CUDA_MEMORY_CACHING="1")
+                           PYTORCH_NO_CUDA_MEMORY_CACHING="1", **first(1))
 
     def sanitized(self, tool: str, child: subprocess.Popen, begin: float) -> None:
         finished, results = self.results(tool, child)
@@ -204,6 +213,18 @@ class Run:
             "finished": finished and "SUMMARY" in text, "seconds": round(time.monotonic() - begin),
             "passed": counts["passed"], "failed": counts["failed"], "skipped": counts["skipped"],
             "faults": dict(Counter(unexplained).most_common(20)), "explained": len(faults) - len(unexplained)}
+
+
+def cards() -> int:
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def first(card: int) -> dict[str, str]:
+    """The variable that makes this card, modulo their number, the first that a child sees."""
+    order = [str((card + i) % cards()) for i in range(cards())]
+    return {"CUDA_VISIBLE_DEVICES": ",".join(order)}
 
 
 def outcomes_of_rows(results: list[dict], family: str) -> dict[str, str]:

@@ -1,5 +1,5 @@
 // Forward attention on Hopper (sm_90a).
-//   O = softmax(scale Q K^T) V, lse = log sum exp: a block takes tile after tile of kRows queries of one head.
+//   O = softmax(scale Q K^T) V, lse = log sum exp: a block takes tile after tile of kRows queries of a head.
 //   Two producer warps have the copy engine bring Q, K and V into rings of shared-memory tiles; each of the
 //   kWarpgroups other warpgroups multiplies 64 of the rows with all keys.  Scores and weights stay in
 //   registers.  While a warpgroup computes its softmax, the tensor cores work for the others: kTurns makes

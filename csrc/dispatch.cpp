@@ -100,7 +100,7 @@ uint32_t needs(const ForwardParams& p) {
          need_if(score.bias.data, Need::bias) | need_if(score.mask.data, Need::mask) |
          need_if(p.dropout.seed, Need::dropout) | need_if(score.scale <= 0, Need::scale) |
          need_if(p.head_dim % 8 != 0 || p.head_dim_v % 8 != 0, Need::head_dim) |
-         need_if(p.seqlen_q.cu || p.seqlen_q.rows > kFewQueries, Need::many_queries) |
+         need_if(p.batch_invariant || p.seqlen_q.cu || p.seqlen_q.rows > kFewQueries, Need::many_queries) |
          need_if(p.max_logit.data, Need::max_logit) | needs(p.q, p.seqlen_q, p.heads_q, p) |
          needs(p.k, p.seqlen_k, p.heads_k, p) | needs(p.v, p.seqlen_k, p.heads_k, p) |
          needs(p.out, p.seqlen_q, p.heads_q, p);

@@ -38,7 +38,7 @@ constexpr std::pair<const char*, const char*> kNeeds[] = {
     {"scale", "a scale that is not positive"},
     {"head_dim", "a head dim that is not a multiple of 8"},
     {"alignment", "a tensor whose base or strides are not multiples of 16 bytes"},
-    {"many_queries", "packed sequences or more than 128 queries"},
+    {"many_queries", "packed sequences, batch_invariant or more than 128 queries"},
     {"addressing", "a stride of 0 or too large for TMA"},
     {"max_logit", "return_max_logit"}};
 static_assert(kEveryNeed == (1u << std::size(kNeeds)) - 1);

@@ -20,7 +20,7 @@ enum class Need : uint8_t {
   scale,         // not positive
   head_dim,      // not a multiple of 8
   alignment,     // a base or stride that is not a multiple of 16 bytes
-  many_queries,  // packed sequences, or more than 128 queries
+  many_queries,  // packed, batch_invariant or more than 128 queries
   addressing,    // a stride or size that no TMA descriptor holds
   max_logit,
 };

@@ -154,8 +154,9 @@ void forward(const c10::OperatorHandle& op, Stack* stack) {
   Reader read(op, stack);
   const Tensor q = read.tensor(), k = read.tensor(), v = read.tensor();
   const Options o = read_options(read);
-  read.flag(), read.flag();  // deterministic and batch_invariant: the forward always is
+  read.flag();  // deterministic: the forward always is
   ForwardParams p{};
+  p.batch_invariant = read.flag();
   fill(p, q, k, v, o);
   Tensor out = new_tensor(q, out_shape(q, p.head_dim_v), q.scalar_type(), o.cu_seqlens_q.has_value());
   auto [lse, max_logit] = run_forward(p, q, out, read.flag());
@@ -171,8 +172,9 @@ void forward_out(const c10::OperatorHandle& op, Stack* stack) {
   Reader read(op, stack);
   const Tensor q = read.tensor(), k = read.tensor(), v = read.tensor(), out = read.tensor();
   const Options o = read_options(read);
-  read.flag(), read.flag();
+  read.flag();
   ForwardParams p{};
+  p.batch_invariant = read.flag();
   fill(p, q, k, v, o);
   check_out(out, q, p.head_dim_v);
   auto [lse, max_logit] = run_forward(p, q, out, read.flag());

@@ -80,6 +80,7 @@ struct ForwardParams {
   Statistic lse, max_logit;
   int64_t batch, heads_q, heads_k, head_dim, head_dim_v;
   DType dtype;
+  bool batch_invariant;  // nothing may depend on the other sequences, nor on whether they are packed
   Lengths seqlen_q, seqlen_k;
   Cache cache;
   Score score;

@@ -164,7 +164,7 @@ def odd_rows(t):
 @pytest.mark.parametrize("layout", [odd_base, odd_rows, lambda t: t[:, :, :1].expand(t.shape)],
                          ids=["odd base", "odd strides", "stride 0"])
 @pytest.mark.parametrize("which", ["q", "k", "v", "out", "dout"])
-def test_layouts_of_one_tensor(device, which, layout):
+def test_layouts_of_one_tensor(device, one_family, which, layout):
     q, k, v, dout = half(device, len_q=70, len_k=150)
     tensors = {"q": q, "k": k, "v": v, "out": torch.zeros_like(q), "dout": dout}
     viewed = layout(tensors[which])

@@ -240,7 +240,7 @@ def test_sink(device, dtype, dims, causal):
     """Far below, among and far above the logits."""
     lengths = sizes(device)[-1]
     for logit in (-9984, -150, -10, 0, 10, 150, 9984):
-        for sink in (-80, 0, 80) if abs(logit) > 80 else (0, 20, 80):
+        for sink in (-80, 0, 80) if abs(logit) > 80 else (0, 20, 60):    # no result below 1e-37
             q, k, v = tensors(device, dtype, *lengths, dims)
             shift(q, k, logit)
             check(q, k, v, causal=causal, sink=torch.full((q.shape[2],), sink, device=device, dtype=dtype))

@@ -48,7 +48,8 @@ struct ForwardShared {
   __device__ V v(int stage) const { return {base + kValuePlace + stage * V::kBytes}; }
 
   // full: the copy engine has filled the tile, or the place of a Work has been written.
-  // empty: the warpgroups (one thread of each, for K and V one of each warp) are done with it.
+  // empty: the warpgroups (one thread of each, for K and V one of each warp) are done with it, and the thread
+  // that loads K and V is with a Work.
   __device__ uint32_t q_full(int stage) const { return barrier(stage); }
   __device__ uint32_t k_full(int stage) const { return barrier(C::kQueryStages + stage); }
   __device__ uint32_t v_full(int stage) const { return barrier(C::kQueryStages + C::kKeyStages + stage); }
@@ -88,13 +89,13 @@ struct ForwardShared {
 
   __device__ void init_barriers() const {
     for (int i = 0; i < C::kQueryStages; ++i)
-      ptx::mbarrier_init(q_full(i), 1), ptx::mbarrier_init(q_empty(i), C::kWarpgroups);
+      ptx::mbarrier_init(q_full(i), C::kWarpgroups), ptx::mbarrier_init(q_empty(i), C::kWarpgroups);
     for (int i = 0; i < C::kKeyStages; ++i)
       ptx::mbarrier_init(k_full(i), 1), ptx::mbarrier_init(k_empty(i), C::kWarpgroups * 4);
     for (int i = 0; i < C::kValueStages; ++i)
       ptx::mbarrier_init(v_full(i), 1), ptx::mbarrier_init(v_empty(i), C::kWarpgroups * 4);
     for (int i = 0; i < kWorkStages; ++i)
-      ptx::mbarrier_init(work_full(i), 1), ptx::mbarrier_init(work_empty(i), C::kWarpgroups);
+      ptx::mbarrier_init(work_full(i), C::kWarpgroups), ptx::mbarrier_init(work_empty(i), C::kWarpgroups + 1);
     ptx::fence_mbarrier_init();
   }
 
@@ -142,18 +143,16 @@ __device__ inline void produce_queries(const Forward& f, const ForwardShared<C>&
     if (more) tiles.request();
     ptx::mbarrier_wait(shared.work_empty(work_ring.stage), work_ring.parity ^ 1);
     if (lane == 0) shared.put_work(work_ring.stage, work);
-    if (lane < C::kWarpgroups)
+    if (lane < C::kWarpgroups) {  // each lane for what it writes
       shared.put_share(work_ring.stage, lane, share_of<C>(work, lane, f.schedule.group));
-    __syncwarp();
-    if (lane == 0) {
       ptx::mbarrier_arrive(shared.work_full(work_ring.stage));
-      ptx::mbarrier_wait(shared.q_empty(q_ring.stage), q_ring.parity ^ 1);
-      if (more)
-        load_tile(shared.q(q_ring.stage), f.q, shared.q_full(q_ring.stage), ptx::kEvictFirst,
-                  work.q_first + (work.row >> f.schedule.group), work.unit, f.p.seqlen_q.cu ? 0 : work.batch);
-      else
-        ptx::mbarrier_arrive(shared.q_full(q_ring.stage));
     }
+    ptx::mbarrier_wait(shared.q_empty(q_ring.stage), q_ring.parity ^ 1);
+    if (lane == 0 && more)
+      load_tile(shared.q(q_ring.stage), f.q, shared.q_full(q_ring.stage), ptx::kEvictFirst,
+                work.q_first + (work.row >> f.schedule.group), work.unit, f.p.seqlen_q.cu ? 0 : work.batch);
+    else if (lane < C::kWarpgroups)
+      ptx::mbarrier_arrive(shared.q_full(q_ring.stage));
     if (!more) break;
   }
   tiles.finish(tiles.total());
@@ -169,6 +168,7 @@ __device__ inline void produce_keys(const Forward& f, const ForwardShared<C>& sh
   for (;; work_ring.advance()) {
     ptx::mbarrier_wait(shared.work_full(work_ring.stage), work_ring.parity);
     const Work work = shared.get_work(work_ring.stage);
+    ptx::mbarrier_arrive(shared.work_empty(work_ring.stage));
     if (work.batch < 0) break;
     const int head = f.schedule.units_of_k.divide(work.unit), batch = f.p.seqlen_k.cu ? 0 : work.batch;
     int row = work.k_first + (work.first_block + work.blocks - 1) * C::kKeys;
@@ -208,6 +208,9 @@ struct ScoreRows {
         lane(thread % 32) {}
 
   __device__ int query(int row) const { return query_of(first_row + row, f.schedule.group, work.visible); }
+  __device__ int keys(int row) const {
+    return work.visible.last(query(row)) - work.visible.first(query(row));
+  }
   __device__ int head(int row) const {
     return (work.unit << f.schedule.group) + ((first_row + row) & ((1 << f.schedule.group) - 1));
   }
@@ -296,13 +299,16 @@ __device__ inline void multiply_again(float (&s)[n], const Q& q, const K& k, int
   }
 }
 
-// Rows of V outside [first, last) become zeros: their weights are 0, but 0 * NaN is NaN.  A warpgroup does it
-// for itself; several may write the same zeros.
-template <class V>
-__device__ inline void clear_rows(const V& v, int first, int last, int thread, int group_barrier) {
-  for (int i = thread; i < V::kBytes / 16; i += 128) {
-    const int row = i / 8 % (V::kSlabBytes / 128);
-    if (row < first || row >= last) ptx::st_shared_16(v.base + i * 16, uint4{0, 0, 0, 0});
+// Of `rows` rows from `begin` on those outside [first, last) become zeros.  A warpgroup does it for itself;
+// several may write the same zeros.
+template <int rows, class T>
+__device__ inline void clear_rows(const T& tile, int begin, int first, int last, int thread,
+                                  int group_barrier) {
+  for (int i = thread; i < T::kSlabs * rows * 8; i += 128) {
+    const int row = i / 8 % rows;
+    if (row < first || row >= last)
+      ptx::st_shared_16(tile.base + i / (rows * 8) * T::kSlabBytes + (begin + row) * 128 + i % 8 * 16,
+                        uint4{0, 0, 0, 0});
   }
   ptx::fence_proxy_async();
   ptx::bar_sync(group_barrier, 128);
@@ -401,8 +407,9 @@ __device__ inline void consume(const Forward& f, const ForwardShared<C>& shared,
                far = p.max_logit.data ? none
                      : softcapped     ? f.logits.far.bounds
                                       : all;
-  // Keys past the end of a sequence are zeros where the tensor ends, otherwise anything.
-  const bool anything_past_end = p.seqlen_k.cu || p.seqlen_k.used;
+  // Rows past the end of a sequence are zeros where the tensor ends, otherwise anything.
+  const bool anything_past_queries = p.seqlen_q.cu || p.seqlen_q.used,
+             anything_past_keys = p.seqlen_k.cu || p.seqlen_k.used;
   int tile = 0, work_stage = 0, q_stage = 0;
   Ring<C::kKeyStages> k_ring;
   Ring<C::kValueStages> v_ring;
@@ -459,7 +466,8 @@ __device__ inline void consume(const Forward& f, const ForwardShared<C>& shared,
     if (dirty) {
       const VisibleKeys visible = shared.get_work(work_stage).visible;
       const int first = visible.first(0) - block * C::kKeys, last = visible.len_k - block * C::kKeys;
-      if (first > 0 || last < C::kKeys) clear_rows(v, first, last, thread, kGroupBarrier + warpgroup);
+      if (first > 0 || last < C::kKeys)  // weights are 0 there, but 0 * NaN is NaN
+        clear_rows<C::kKeys>(v, 0, first, last, thread, kGroupBarrier + warpgroup);
     }
     ptx::wgmma_fence();
 #pragma unroll
@@ -472,6 +480,8 @@ __device__ inline void consume(const Forward& f, const ForwardShared<C>& shared,
   // Scores become weights.  True: what was added to `out` must be multiplied by softmax.rescale.
   const auto update = [&](int key, auto first_block) {
     constexpr bool kFirst = decltype(first_block)::value;
+    // The least first sum of a row whose 16-bit weights are precise; bf16 has the exponents of fp32.
+    constexpr float kLeast = C::kDType == DType::f16 ? 0.25f : 1e-15f;
     const auto hide = [&] {
       if (key < seen_first || key + C::kKeys > seen_last) rows().hide(s, key);
     };
@@ -480,15 +490,16 @@ __device__ inline void consume(const Forward& f, const ForwardShared<C>& shared,
       if (!softcapped && modified) rows().modify(s, key);
       hide();
       if (C::kGeneral && softcapped)
-        done =
-            softmax.near
-                ? softmax.fast_update<C::kDType, kFirst>(
-                      s, [&](float x, float minus) { return f.logits.near.template operator()<3>(x, minus); })
-                : softmax.fast_update<C::kDType, kFirst>(
-                      s, [&](float x, float minus) { return f.logits.far.template operator()<5>(x, minus); });
+        done = softmax.near
+                   ? softmax.fast_update<kFirst>(
+                         s, fmaxf(kLeast, f.logits.near.least),
+                         [&](float x, float minus) { return f.logits.near.template at<3>(x, minus); })
+                   : softmax.fast_update<kFirst>(
+                         s, fmaxf(kLeast, f.logits.far.least),
+                         [&](float x, float minus) { return f.logits.far.template at<5>(x, minus); });
       else
-        done = softmax.fast_update<C::kDType, kFirst>(
-            s, [&](float x, float minus) { return fmaf(x, scale, minus); });
+        done = softmax.fast_update<kFirst>(s, kLeast,
+                                           [&](float x, float minus) { return fmaf(x, scale, minus); });
       if (done) return false;
       multiply_again<C>(s, shared.q(q_stage), shared.k(k_ring.stage), warp_row, lane);
     }
@@ -524,6 +535,10 @@ __device__ inline void consume(const Forward& f, const ForwardShared<C>& shared,
       if (work.batch < 0) break;
       first_block = work.first_block;
       block = first_block + work.blocks - 1;
+      // What lies past a sequence's end must not take part in the votes of a warp.
+      const int queries = (work.visible.len_q << f.schedule.group) - work.row - warpgroup * 64;
+      if (anything_past_queries && queries < 64)
+        clear_rows<64>(shared.q(q_stage), warpgroup * 64, 0, queries, thread, kGroupBarrier + warpgroup);
     }
 #pragma unroll 1
     for (; block > own.last_block && block >= first_block; --block) {
@@ -533,8 +548,11 @@ __device__ inline void consume(const Forward& f, const ForwardShared<C>& shared,
     seen_first = own.seen_first;
     seen_last = own.seen_last;
     const auto prepare = [&] {
-      dirty = anything_past_end || shared.get_work(work_stage).visible.first(0) > 0;
-      softmax.start(near, far);
+      const ScoreRows<C> tile = rows();
+      dirty = anything_past_keys || tile.work.visible.first(0) > 0;
+      // The weight of a row's only key shall be 1, so that its value is the result to the bit.
+      const bool few = tile.keys(0) < 2 || tile.keys(63) < 2;
+      softmax.start(few ? none : near, few ? none : far);
       add = false;
     };
     float factor[2];

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <atomic>
 #include <climits>
+#include <cmath>
 
 #include "common/launch.cuh"
 #include "sm90/forward.cuh"
@@ -54,25 +55,27 @@ int heads_in_tile(const ForwardParams& p) {
   const auto filled = [](int64_t rows) {
     return static_cast<double>(rows) / ((rows + C::kRows - 1) / C::kRows * C::kRows);
   };
-  const bool possible = group <= 64 && (group & (group - 1)) == 0 && !p.seqlen_q.cu;
+  const bool possible = group <= 64 && (group & (group - 1)) == 0 && !p.seqlen_q.cu && !p.batch_invariant;
   return possible && filled(rows) < 0.9 * filled(rows * group) ? static_cast<int>(group) : 1;
 }
 
-// c tanh(f x) with tanh's odd polynomial of least error on [-end, end].  Weights below 2^-24 of a row's sum
-// do not count, so that arguments may be too negative (the polynomial grows with them), and no logit of a
-// fast update exceeds its reference by more than kLargestPower.
+// c tanh(f x) with tanh's odd polynomial of least relative error up to an argument.  Weights below 2^-24 of a
+// row's sum do not count, so that arguments may be too negative (the polynomial grows with them), and no
+// logit of a fast update exceeds its reference by more than kLargestPower.
 inline SoftcapPolynomial softcap_polynomial(float c, float f, const float (&coefficients)[5],
                                             float tanh_end) {
   SoftcapPolynomial polynomial{};
   float factor = c * f;
   for (int i = 0; i < 5; ++i, factor *= f * f) polynomial.factors[i] = coefficients[i] * factor;
-  polynomial.bounds = {24 - c * tanh_end, c * tanh_end - OnlineSoftmax::kLargestPower};
+  const float low = 24 - c * tanh_end;
+  polynomial.bounds = {low, c * tanh_end - OnlineSoftmax::kLargestPower};
+  polynomial.least = std::exp2(low);
   return polynomial;
 }
 
 inline Logits logits(const Score& score) {
-  constexpr float kNear[5] = {0.999990205f, -0.332684106f, 0.122480377f},  // on [-0.35, 0.35], error 5e-7
-      kFar[5] = {0.999998495f, -0.333269731f, 0.132574549f, -0.050195259f, 0.0131941882f};  // 0.7, 1e-7
+  constexpr float kNear[5] = {0.999997131f, -0.332909541f, 0.123950313f},  // to 0.35: 3e-6, to 0.7: 3e-7
+      kFar[5] = {0.999999697f, -0.333302129f, 0.132811126f, -0.0508362359f, 0.0137737106f};
   Logits logits{};
   logits.scale = static_cast<float>(score.scale) * kLog2E;
   if (score.softcap > 0) {

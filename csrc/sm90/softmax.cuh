@@ -33,10 +33,11 @@ struct OnlineSoftmax {
   __device__ void forget_reference() { reference[0] = reference[1] = -INFINITY; }
 
   // Scores become weights 2^(logit(score) - reference), logit(x, minus) = logit of x, plus minus.  False, and
-  // the scores are lost, if the reference was wrong.  One answer for the warp.
-  template <DType dtype, bool first, int n, class Logit>
-  __device__ bool fast_update(float (&s)[n], Logit logit) {
-    constexpr float kMost = 1 << kLargestPower, kLeast = dtype == DType::f16 ? 0.25f : 1e-15f;
+  // the scores are lost, if the reference was wrong; the first sum of a row must be `least`.  One answer for
+  // the warp.
+  template <bool first, int n, class Logit>
+  __device__ bool fast_update(float (&s)[n], float least, Logit logit) {
+    constexpr float kMost = 1 << kLargestPower;
     float sums[2][2];
 #pragma unroll
     for (int j = 0; j < n / 4; ++j)
@@ -49,8 +50,8 @@ struct OnlineSoftmax {
           sums[half][i] = j ? sums[half][i] + x : x;
         }
     const float top = sums[0][0] + sums[0][1], bottom = sums[1][0] + sums[1][1];
-    const float least = first ? fminf(quad_sum(top), quad_sum(bottom)) : kLeast;
-    if (!__all_sync(0xFFFFFFFFu, fmaxf(top, bottom) <= kMost && least >= kLeast)) return false;
+    const float lower = first ? fminf(quad_sum(top), quad_sum(bottom)) : least;
+    if (!__all_sync(0xFFFFFFFFu, fmaxf(top, bottom) <= kMost && lower >= least)) return false;
     sum[0] += top;
     sum[1] += bottom;
     return true;
@@ -93,9 +94,10 @@ struct SoftcapPolynomial {
   static constexpr int kMostTerms = 5;
   float factors[kMostTerms];
   Bounds bounds;
+  float least;  // the same of the first sum of a row, while its reference is 0
 
   template <int terms>
-  __device__ float operator()(float x, float minus) const {
+  __device__ float at(float x, float minus) const {
     const float square = x * x;
     float sum = factors[terms - 1];
 #pragma unroll

@@ -23,9 +23,10 @@ def narrowest_rows() -> list[str]:
     """The row with the smallest head dims of each kind of kernel stands for the wider ones."""
     first = {}
     for row in build.cuda_rows():
-        kind = re.match(r"(for|back)ward_(sm80_f32|sm80_bf16|sm75_f16_d)", row.name)
+        kind = re.match(r"(for|back)ward_(sm80_f32|sm80_bf16|sm75_f16_d|sm90_bf16)", row.name)
         if kind:
-            first.setdefault((kind[0], row.name.partition("_d")[0], getattr(row, "general", True)), row.name)
+            first.setdefault((kind[0], row.name.partition("_d")[0], "softcap" in row.serves,
+                              getattr(row, "warpgroups", 0)), row.name)
     return list(first.values())
 
 
@@ -44,12 +45,14 @@ def test_every_instruction_is_emulated():
     def functions(path: Path) -> set[str]:
         return set(re.findall(r"^(?:__device__ )?(?:inline )?[\w]+ (\w+)\(", path.read_text(), re.MULTILINE))
 
-    real = functions(build.CSRC / "common/ptx.cuh")
-    assert len(real) > 10
-    assert real <= functions(build.HERE / "include/common/ptx.cuh")
+    for name in ("common/ptx.cuh", "sm90/ptx.cuh"):
+        real = functions(build.CSRC / name)
+        assert len(real) > 10
+        assert real <= functions(build.HERE / "include" / name)
 
 
 FORWARD, BACKWARD = (rf"{op}_sm80_bf16_d64_\d+x\d+" for op in ("forward", "backward"))
+HOPPER = "forward_sm90_bf16_d64_192x128"
 FAULTS = {  # name: rows, file, text, the text that replaces it
     "no barrier before K": (
         FORWARD, "mma/forward.cuh", "__syncthreads();  // K has landed for all warps; all have read", "//"),
@@ -86,6 +89,17 @@ FAULTS = {  # name: rows, file, text, the text that replaces it
         "forward_sm80_f32_simt", "any/simt_tile.cuh", "__syncthreads();  // both panels are complete", ""),
     "a panel written over the last one": (
         "backward_sm80_f32_simt", "any/simt_tile.cuh", "__syncthreads();  // nobody reads the stage", "//"),
+    "a turn that is not passed": (
+        HOPPER, "sm90/forward.cuh", "if (block > first_block) take_turn(), pass_turn();", ";"),
+    "a tile whose description is overwritten": (
+        HOPPER, "sm90/forward.cuh", "work_stage = tile % kWorkStages;", "work_stage = 0;"),
+    "a reader that nobody waits for": (
+        HOPPER, "sm90/forward.cuh", "mbarrier_init(work_empty(i), C::kWarpgroups + 1)",
+        "mbarrier_init(work_empty(i), C::kWarpgroups)"),
+    "NaN in V past a sequence's end": (
+        HOPPER, "sm90/forward.cuh", "if (first > 0 || last < C::kKeys)", "if (first > last)"),
+    "swizzle of four rows": (
+        HOPPER, "sm90/wgmma.cuh", "(index % 8 ^ (row & 7)) << 4", "(index % 8 ^ (row & 3)) << 4"),
     "out of turn": (  # float16 shows more of the sums' last bits
         BACKWARD.replace("bf16", "f16"), "mma/backward.cuh", "if (p.deterministic) turn.wait();", ""),
 }

@@ -89,11 +89,6 @@ __device__ inline void cp_async_bulk_wait_group_read() {
   asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 }
 
-// Until they are done.
-__device__ inline void cp_async_bulk_wait_group() {
-  asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
-}
-
 // What this thread wrote to shared memory becomes visible to wgmma and to the copy engine.
 __device__ inline void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 

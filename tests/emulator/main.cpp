@@ -163,7 +163,7 @@ template <class Params>
 void run_kernel(const Instance<Params>& kernel, const Arguments& arguments, Counts& counts) {
   const DType dtype = static_cast<DType>(__builtin_ctz(kernel.dtypes));  // CUDA kernels serve one
   const auto cases = make_cases(static_cast<int>(kernel.head_dim), static_cast<int>(kernel.head_dim_v),
-                                kernel.serves == kEveryNeed, arguments.random_cases);
+                                kernel.serves & set_of(Need::softcap), arguments.random_cases);
   for (int number = 0; number < static_cast<int>(cases.size()); ++number) {
     if (number % arguments.parts != arguments.part) continue;
     if (arguments.only_case >= 0 && number != arguments.only_case) continue;

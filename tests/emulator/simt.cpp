@@ -65,10 +65,23 @@ struct Cell {
   uint64_t flight;  // the block that has a copy in flight to them
 };
 
+// Of Hopper: a phase ends when nothing is pending.
+struct TransactionBarrier {
+  int arrivals, pending;
+  int64_t bytes;
+  uint32_t parity;
+};
+struct NamedBarrier {
+  int arrived = 0;
+  uint64_t phase = 0;
+};
+
 }  // namespace
 
 struct Block {
   dim3 index;
+  std::map<uint32_t, TransactionBarrier> transactions;
+  NamedBarrier named[16];
   std::vector<Thread> threads;
   std::vector<Warp> warps;
   size_t warp = 0;  // that ran last
@@ -435,13 +448,48 @@ void wait_for_other_blocks(Site site) {
 
 void made_progress() { ++device.progress; }
 
+// ---- barriers of Hopper ----------------------------------------------------------------------------------
+
+void init_barrier(uint32_t address, int arrivals) {
+  current->block->transactions[address] = {arrivals, arrivals, 0, 0};
+}
+
+void arrive_at_barrier(uint32_t address, int arrivals, int64_t expected_bytes, Site site) {
+  const auto found = current->block->transactions.find(address);
+  if (found == current->block->transactions.end())
+    fail("there is no transaction barrier at %u, %s:%d", address - kSharedWindow, site.file, site.line);
+  TransactionBarrier& barrier = found->second;
+  barrier.pending -= arrivals;
+  barrier.bytes += expected_bytes;
+  if (barrier.pending < 0) fail("one arrival too many at %s:%d", site.file, site.line);
+  if (barrier.pending > 0 || barrier.bytes != 0) return;
+  barrier.pending = barrier.arrivals;
+  barrier.parity ^= 1;
+  made_progress();
+}
+
+void wait_for_barrier(uint32_t address, uint32_t parity, Site site) {
+  while (current->block->transactions[address].parity == parity) wait_for_other_blocks(site);
+}
+
+void named_barrier(int barrier, int threads, bool wait, Site site) {
+  NamedBarrier& named = current->block->named[barrier];
+  const uint64_t phase = named.phase;
+  if (++named.arrived == threads) {
+    named.arrived = 0;
+    ++named.phase;
+    made_progress();
+  }
+  while (wait && named.phase == phase) wait_for_other_blocks(site);
+}
+
 // ---- shared memory ---------------------------------------------------------------------------------------
 
 namespace {
 
 void check_order(const Stamp& before, uint64_t epoch, const Stamp& now, const char* first, const char* then,
                  uint32_t offset) {
-  if (before.epoch != epoch) return;
+  if (before.epoch != epoch || !current->block->transactions.empty()) return;
   const bool same_thread = before.warp == now.warp && before.lane == now.lane;
   if (same_thread || (before.warp == now.warp && before.warp_epoch < now.warp_epoch)) return;
   fail(

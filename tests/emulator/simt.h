@@ -97,6 +97,16 @@ void synchronize_warp(Site site, uint32_t mask);
 void wait_for_other_blocks(Site site);  // a poll of memory that they write
 void made_progress();                   // which they may wait for
 
+// ---- barriers of Hopper ----------------------------------------------------------------------------------
+
+// A phase of a transaction barrier ends when all have arrived and all expected bytes have landed.  The order
+// of accesses to shared memory is not checked in blocks that have one.
+void init_barrier(uint32_t address, int arrivals);
+void arrive_at_barrier(uint32_t address, int arrivals, int64_t expected_bytes, Site site);
+void wait_for_barrier(uint32_t address, uint32_t parity, Site site);
+
+void named_barrier(int barrier, int threads, bool wait, Site site);
+
 // ---- shared memory ---------------------------------------------------------------------------------------
 
 enum class Access { read, read_by_warp, write };  // a warp's lanes read in one instruction

@@ -7,6 +7,7 @@
 #include <map>
 #include <utility>
 
+#include "cudaTypedefs.h"
 #include "simt.h"
 
 #define __global__
@@ -20,8 +21,7 @@
 
 #define threadIdx (emulator::current->index)
 #define blockIdx (emulator::current_block)
-#define blockDim (emulator::current_block_size)
-#define gridDim (emulator::current_grid)
+inline const dim3 &blockDim = emulator::current_block_size, &gridDim = emulator::current_grid;
 
 struct alignas(8) float2 {
   float x, y;
@@ -82,6 +82,12 @@ T __shfl_sync(uint32_t mask, T x, int from, int width = 32, emulator::Site site 
 }
 
 template <class T>
+T __shfl_up_sync(uint32_t mask, T x, int lanes, int width = 32, emulator::Site site = {}) {
+  const int lane = lane_of_thread(), from = lane - lanes;
+  return exchange("__shfl_up_sync", mask, x, from < lane / width * width ? lane : from, site);
+}
+
+template <class T>
 T __shfl_down_sync(uint32_t mask, T x, int lanes, int width = 32, emulator::Site site = {}) {
   const int lane = lane_of_thread(), from = lane + lanes;
   return exchange("__shfl_down_sync", mask, x, from / width > lane / width ? lane : from, site);
@@ -116,6 +122,10 @@ T atomicAdd(T* to, T x) {
   return before;
 }
 inline void __threadfence() {}
+inline int __ffs(int x) { return __builtin_ffs(x); }
+inline unsigned __umulhi(unsigned a, unsigned b) {
+  return static_cast<unsigned>(static_cast<uint64_t>(a) * b >> 32);
+}
 template <class T>
 T __ldg(const T* from) {
   return *from;
@@ -124,7 +134,7 @@ T __ldg(const T* from) {
 // ---- the host's side
 // ----------------------------------------------------------------------------------------
 
-enum cudaError_t { cudaSuccess = 0, cudaErrorInvalidValue = 1 };
+enum cudaError_t { cudaSuccess = 0, cudaErrorInvalidValue = 1, cudaErrorNotSupported = 801 };
 enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize = 8 };
 using cudaStream_t = void*;
 
@@ -155,6 +165,44 @@ cudaError_t cudaFuncSetAttribute(Kernel* kernel, cudaFuncAttribute, int bytes) {
   if (bytes > flashattn::kSharedLimit) return cudaErrorInvalidValue;
   emulator::shared_allowed[reinterpret_cast<const void*>(kernel)] = bytes;
   return cudaSuccess;
+}
+
+// A device of so few processors that blocks take several tiles.
+enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount = 16 };
+inline cudaError_t cudaGetDevice(int* device) { return *device = 0, cudaSuccess; }
+inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) { return *value = 3, cudaSuccess; }
+
+enum cudaStreamCaptureStatus { cudaStreamCaptureStatusNone };
+inline cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status) {
+  return *status = cudaStreamCaptureStatusNone, cudaSuccess;
+}
+
+enum cudaDriverEntryPointQueryResult { cudaDriverEntryPointSuccess };
+enum { cudaEnableDefault };
+inline cudaError_t cudaGetDriverEntryPointByVersion(const char*, void** function, unsigned, int,
+                                                    cudaDriverEntryPointQueryResult*) {
+  return *function = reinterpret_cast<void*>(&cuTensorMapEncodeTiled), cudaSuccess;
+}
+
+enum cudaLaunchAttributeID { cudaLaunchAttributeProgrammaticStreamSerialization };
+struct cudaLaunchAttribute {
+  cudaLaunchAttributeID id;
+  struct {
+    int programmaticStreamSerializationAllowed;
+  } val;
+};
+struct cudaLaunchConfig_t {
+  dim3 gridDim, blockDim;
+  size_t dynamicSmemBytes;
+  cudaStream_t stream;
+  cudaLaunchAttribute* attrs;
+  unsigned numAttrs;
+};
+template <class Parameters>
+cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Parameters),
+                               const Parameters& p) {
+  emulator::launch(kernel, config->gridDim, config->blockDim, config->dynamicSmemBytes)(p);
+  return cudaGetLastError();
 }
 
 inline cudaError_t cudaMemsetAsync(void* to, int value, size_t bytes, cudaStream_t) {

@@ -42,9 +42,9 @@ def interleave(
 
     Short calls are repeated until a sample lasts `sample_s`.  Rounds end when every spread over the root of
     the number of rounds is below `settled` (from five rounds on), when another round would pass `budget_s`,
-    or at `max_rounds`; never before `min_rounds`.  Each round starts with another peer, and
-    every second one runs backwards: a card that has just run hot is slower for who comes next.  A sample is
-    taken inside `settings[name]()`, whose own time does not count.
+    or at `max_rounds`; never before `min_rounds`.  Each round starts with another peer, and every second one
+    runs backwards: a card that has just run hot is slower for who comes next.  A sample is taken inside
+    `settings[name]()`, whose own time does not count.
     """
     def seconds(name, repeats):
         call = calls[name]

@@ -94,14 +94,12 @@ def test_rows_that_count(device, dtype):
     check_forward(q, k, v, **layout, seqused_k=ints(device, 60, 1, 2), window=(9, 9))
 
 
-def test_results_come_in_the_order_asked_for(device):
+def test_results_come_in_the_order_asked_for(device, one_family):
     q, k, v = dense(device, torch.bfloat16)
-    out, lse = flashattn.forward(q, k, v, return_lse=True)
-    with_peak, _, max_logit = flashattn.forward(q, k, v, return_lse=True, return_max_logit=True)
-    assert torch.allclose(with_peak, out, rtol=0.02, atol=1e-3)          # it may cost the last bit
+    out, lse, max_logit = flashattn.forward(q, k, v, return_lse=True, return_max_logit=True)
     assert isinstance(flashattn.forward(q, k, v), torch.Tensor)
     for options, wanted in (({}, (out,)), ({"return_lse": True}, (out, lse)),
-                            ({"return_max_logit": True}, (with_peak, max_logit))):
+                            ({"return_max_logit": True}, (out, max_logit))):
         given = flashattn.forward(q, k, v, **options)
         for a, b in zip(given if options else (given,), wanted, strict=True):
             assert_identical(a, b, str(options))

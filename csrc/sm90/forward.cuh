@@ -155,7 +155,7 @@ __device__ inline void produce_queries(const Forward& f, const ForwardShared<C>&
       ptx::mbarrier_arrive(shared.q_full(q_ring.stage));
     if (!more) break;
   }
-  tiles.finish(tiles.total());
+  tiles.finish();
 }
 
 // What one thread of another does: loads the blocks of K and V from the last to the first, as they are

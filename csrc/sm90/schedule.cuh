@@ -1,7 +1,6 @@
 // Which tile a block works on next, and which keys the tile needs.
 #pragma once
 
-#include "common/scheduler.h"
 #include "common/score.cuh"
 
 namespace flashattn::sm90 {
@@ -61,7 +60,7 @@ struct Schedule {
   int ticket;          // which counter hands out tiles; -1: a block takes every blocks-th
   // When all sequences have the same lengths, otherwise tiles is 0:
   int tiles, tiles_of_unit, all_units;
-  Divisor section, tiles_of_section;  // units whose tiles are mixed, see TileOrder
+  Divisor section, tiles_of_section;  // units whose tiles are mixed, see common/scheduler.h
   VisibleKeys visible;
 };
 
@@ -92,13 +91,13 @@ class Tiles {
 
   __device__ Work work() { return schedule_.tiles ? even() : ragged(); }
 
-  // Whoever got the last number sets the counter back: blocks ask once for each of their tiles.
-  __device__ void finish(int tiles) const {
+  // After the last tile.  Whoever got the last number sets the counter back: blocks ask once for each of
+  // their tiles.
+  __device__ void finish() const {
+    const int tiles = schedule_.tiles ? schedule_.tiles : start_;
     if (schedule_.ticket >= 0 && lane_ == 0 && static_cast<int>(answer_) == tiles - 1)
       ticket_counters[schedule_.ticket] = 0;
   }
-
-  __device__ int total() const { return schedule_.tiles ? schedule_.tiles : start_; }
 
  private:
   // A sequence in 32 bits.
@@ -132,7 +131,7 @@ class Tiles {
     work.k_first = k_first;
     work.visible = visible;
     const int first_query = work.row >> schedule_.group,
-              last_query = min((work.row + C::kRows - 1) >> schedule_.group, visible.len_q - 1);
+              last_query = query_of(work.row + C::kRows - 1, schedule_.group, visible);
     const int first = visible.first(first_query), last = visible.last(last_query);
     work.first_block = first / C::kKeys;
     work.blocks =

@@ -33,8 +33,8 @@ struct OnlineSoftmax {
   __device__ void forget_reference() { reference[0] = reference[1] = -INFINITY; }
 
   // Scores become weights 2^(logit(score) - reference), logit(x, minus) = logit of x, plus minus.  False, and
-  // the scores are lost, if the reference was wrong; the first sum of a row must be `least`.  One answer for
-  // the warp.
+  // the scores are lost, if the reference was wrong; the first sum of a row must be `least` or more.  One
+  // answer for the warp.
   template <bool first, int n, class Logit>
   __device__ bool fast_update(float (&s)[n], float least, Logit logit) {
     constexpr float kMost = 1 << kLargestPower;

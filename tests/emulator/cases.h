@@ -8,8 +8,8 @@
 
 namespace emulator {
 
-// For a kernel that serves head dims up to these (0: any); `general` adds what only a row that serves
-// every need can do.
+// For a kernel that serves head dims up to these (0: any); `general` adds options and layouts that
+// plain rows do not serve; general rows need not serve all of them.
 std::vector<Case> make_cases(int dim, int dim_v, bool general, int random_cases);
 
 }  // namespace emulator

@@ -55,6 +55,12 @@ __device__ inline uint4 ld_shared_16(uint32_t from) {
   return x;
 }
 
+__device__ inline float ld_shared_f32(uint32_t from) {
+  float x;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(from) : "memory");
+  return x;
+}
+
 __device__ inline float2 ld_shared_f32x2(uint32_t from) {
   float2 x;
   asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(from) : "memory");

@@ -1,8 +1,8 @@
 // Forward attention on Hopper (sm_90a).
 //   O = softmax(scale Q K^T) V, lse = log sum exp: a block takes tile after tile of kRows queries of a head.
-//   Two producer warps have the copy engine bring Q, K and V into rings of shared-memory tiles; each of the
-//   kWarpgroups other warpgroups multiplies 64 of the rows with all keys.  Scores and weights stay in
-//   registers.  While a warpgroup computes its softmax, the tensor cores work for the others: kTurns makes
+//   Two warps have the copy engine bring Q, K and V into rings of shared-memory tiles, a third has it store O;
+//   each of the kWarpgroups other warpgroups multiplies 64 of the rows with all keys.  Scores and weights stay
+//   in registers.  While a warpgroup computes its softmax, the tensor cores work for the others: kTurns makes
 //   them go in turns.
 #pragma once
 
@@ -22,6 +22,7 @@ struct Forward {
 };
 
 constexpr int kWorkStages = 2;  // tiles that producers and warpgroups may be apart
+constexpr int kLongTile = 3;    // blocks after the first, in which Q of the next tile arrives
 
 // Shared memory of a block: tiles, then the barriers that say who may touch them.  O takes the place of Q.
 template <class C>
@@ -35,10 +36,12 @@ struct ForwardShared {
   static constexpr int kKeyPlace = C::kQueryStages * kQueryBytes,
                        kValuePlace = kKeyPlace + C::kKeyStages * K::kBytes;
   static constexpr int kBarrierPlace = kValuePlace + C::kValueStages * V::kBytes;
-  static constexpr int kBarriers = 2 * (C::kQueryStages + C::kKeyStages + C::kValueStages + kWorkStages);
+  static constexpr int kFull = C::kQueryStages + C::kKeyStages + C::kValueStages + kWorkStages,
+                       kBarriers = 2 * kFull + C::kQueryStages;
   static constexpr int kWorkPlace = kBarrierPlace + (kBarriers * 8 + 15) / 16 * 16;
   static constexpr int kWorkVectors = sizeof(Work) / 16, kWorkBytes = (kWorkVectors + C::kWarpgroups) * 16;
-  static constexpr int kBytes = kAlignment + kWorkPlace + kWorkStages * kWorkBytes;
+  static constexpr int kLsePlace = kWorkPlace + kWorkStages * kWorkBytes;
+  static constexpr int kBytes = kAlignment + kLsePlace + C::kQueryStages * C::kRows * 4;
 
   uint32_t base = (ptx::shared_address(shared_memory) + kAlignment - 1) / kAlignment * kAlignment;
 
@@ -47,19 +50,21 @@ struct ForwardShared {
   __device__ K k(int stage) const { return {base + kKeyPlace + stage * K::kBytes}; }
   __device__ V v(int stage) const { return {base + kValuePlace + stage * V::kBytes}; }
 
-  // full: the copy engine has filled the tile, or the place of a Work has been written.
-  // empty: the warpgroups (one thread of each, for K and V one of each warp) are done with it, and the thread
-  // that loads K and V is with a Work.
+  // full: the copy engine has filled the tile, the place of a Work has been written, every thread has written
+  // its part of O.
+  // empty: every warp is done with K or V; O has been copied from the place of Q; the threads that load K and
+  // V and that copy O are done with a Work, the latter for the warpgroups too.
   __device__ uint32_t q_full(int stage) const { return barrier(stage); }
   __device__ uint32_t k_full(int stage) const { return barrier(C::kQueryStages + stage); }
   __device__ uint32_t v_full(int stage) const { return barrier(C::kQueryStages + C::kKeyStages + stage); }
   __device__ uint32_t work_full(int stage) const {
     return barrier(C::kQueryStages + C::kKeyStages + C::kValueStages + stage);
   }
-  __device__ uint32_t q_empty(int stage) const { return q_full(stage) + kBarriers * 4; }
-  __device__ uint32_t k_empty(int stage) const { return k_full(stage) + kBarriers * 4; }
-  __device__ uint32_t v_empty(int stage) const { return v_full(stage) + kBarriers * 4; }
-  __device__ uint32_t work_empty(int stage) const { return work_full(stage) + kBarriers * 4; }
+  __device__ uint32_t q_empty(int stage) const { return q_full(stage) + kFull * 8; }
+  __device__ uint32_t k_empty(int stage) const { return k_full(stage) + kFull * 8; }
+  __device__ uint32_t v_empty(int stage) const { return v_full(stage) + kFull * 8; }
+  __device__ uint32_t work_empty(int stage) const { return work_full(stage) + kFull * 8; }
+  __device__ uint32_t o_full(int stage) const { return barrier(2 * kFull + stage); }
 
   __device__ void put_work(int stage, const Work& work) const {
     uint4 x[kWorkVectors];
@@ -87,15 +92,21 @@ struct ForwardShared {
     return share;
   }
 
+  __device__ uint32_t lse(int stage, int row) const {
+    return base + kLsePlace + (stage * C::kRows + row) * 4;
+  }
+
   __device__ void init_barriers() const {
-    for (int i = 0; i < C::kQueryStages; ++i)
-      ptx::mbarrier_init(q_full(i), C::kWarpgroups), ptx::mbarrier_init(q_empty(i), C::kWarpgroups);
+    for (int i = 0; i < C::kQueryStages; ++i) {
+      ptx::mbarrier_init(q_full(i), 1), ptx::mbarrier_init(q_empty(i), 1);
+      ptx::mbarrier_init(o_full(i), C::kWarpgroups * 128);
+    }
     for (int i = 0; i < C::kKeyStages; ++i)
       ptx::mbarrier_init(k_full(i), 1), ptx::mbarrier_init(k_empty(i), C::kWarpgroups * 4);
     for (int i = 0; i < C::kValueStages; ++i)
       ptx::mbarrier_init(v_full(i), 1), ptx::mbarrier_init(v_empty(i), C::kWarpgroups * 4);
     for (int i = 0; i < kWorkStages; ++i)
-      ptx::mbarrier_init(work_full(i), C::kWarpgroups), ptx::mbarrier_init(work_empty(i), C::kWarpgroups + 1);
+      ptx::mbarrier_init(work_full(i), C::kWarpgroups), ptx::mbarrier_init(work_empty(i), 2);
     ptx::fence_mbarrier_init();
   }
 
@@ -147,13 +158,11 @@ __device__ inline void produce_queries(const Forward& f, const ForwardShared<C>&
       shared.put_share(work_ring.stage, lane, share_of<C>(work, lane, f.schedule.group));
       ptx::mbarrier_arrive(shared.work_full(work_ring.stage));
     }
+    if (!more) break;
     ptx::mbarrier_wait(shared.q_empty(q_ring.stage), q_ring.parity ^ 1);
-    if (lane == 0 && more)
+    if (lane == 0)
       load_tile(shared.q(q_ring.stage), f.q, shared.q_full(q_ring.stage), ptx::kEvictFirst,
                 work.q_first + (work.row >> f.schedule.group), work.unit, f.p.seqlen_q.cu ? 0 : work.batch);
-    else if (lane < C::kWarpgroups)
-      ptx::mbarrier_arrive(shared.q_full(q_ring.stage));
-    if (!more) break;
   }
   tiles.finish();
 }
@@ -208,9 +217,6 @@ struct ScoreRows {
         lane(thread % 32) {}
 
   __device__ int query(int row) const { return query_of(first_row + row, f.schedule.group, work.visible); }
-  __device__ int keys(int row) const {
-    return work.visible.last(query(row)) - work.visible.first(query(row));
-  }
   __device__ int head(int row) const {
     return (work.unit << f.schedule.group) + ((first_row + row) & ((1 << f.schedule.group) - 1));
   }
@@ -314,9 +320,15 @@ __device__ inline void clear_rows(const T& tile, int begin, int first, int last,
   ptx::bar_sync(group_barrier, 128);
 }
 
-// Statistics of the lane's two rows, and what normalises them: 0 for a row that sees no key.
+__device__ inline float* row_statistic(const Statistic& x, const Work& work, int head, int query) {
+  return static_cast<float*>(x.data) + work.batch * x.batch + head * x.head + (work.q_first + query) * x.row;
+}
+
+// What normalises the lane's two rows, 0 if one sees no key.  Their LSE goes to shared memory, from where it
+// is stored with O.
 template <class C>
-__device__ inline void finish_rows(const Forward& f, const ScoreRows<C>& rows, const OnlineSoftmax& softmax,
+__device__ inline void finish_rows(const Forward& f, const ForwardShared<C>& shared, int q_stage,
+                                   const ScoreRows<C>& rows, const OnlineSoftmax& softmax,
                                    float (&factor)[2]) {
   const ForwardParams& p = f.p;
   const Work& work = rows.work;
@@ -324,36 +336,77 @@ __device__ inline void finish_rows(const Forward& f, const ScoreRows<C>& rows, c
   for (int half = 0; half < 2; ++half) {
     const int row = rows.lane_row + 8 * half, query = (rows.first_row + row) >> f.schedule.group;
     const bool counts = query < work.visible.len_q;
-    const int head = rows.head(row);
-    const float sink = p.score.sink.data && counts
-                           ? load_number(p.score.sink.data, p.score.sink.dtype, head * p.score.sink.head)
-                           : -INFINITY;
+    float sink = -INFINITY;
+    if (p.score.sink.data && counts)
+      sink = load_number(p.score.sink.data, p.score.sink.dtype, rows.head(row) * p.score.sink.head);
     const float reference = counts ? softmax.reference[half] : -INFINITY;
     const float total = quad_sum(counts ? softmax.sum[half] : 0.f);
     const RowResult result = finish_row(total, reference, reference, sink);
     factor[half] = result.factor;
-    if (rows.lane % 4 == 0 && query < work.q_allotted) {
-      const auto place = [&](const Statistic& x) {
-        return static_cast<float*>(x.data) + work.batch * x.batch + head * x.head +
-               (work.q_first + query) * x.row;
-      };
-      *place(p.lse) = result.lse;
-      if (p.max_logit.data) *place(p.max_logit) = result.max_logit;
+    if (rows.lane % 4 == 0)
+      ptx::st_shared_4(shared.lse(q_stage, rows.first_row - work.row + row), __float_as_uint(result.lse));
+    if (p.max_logit.data && rows.lane % 4 == 0 && query < work.q_allotted)
+      *row_statistic(p.max_logit, work, rows.head(row), query) = result.max_logit;
+  }
+}
+
+// How many of a warpgroup's 64 rows exist, at most.
+__device__ inline int rows_left(const Work& work, int group, int warpgroup) {
+  return (work.q_allotted << group) - work.row - warpgroup * 64;
+}
+
+// May the copy engine store these rows?  It knows where the tensor ends, not where a sequence does.
+__device__ inline bool stored_by_copy(const ForwardParams& p, int rows) {
+  return rows >= 64 || !p.seqlen_q.cu;
+}
+
+// What a third warp does: stores LSE, has O stored, and frees its place for Q.
+template <class C>
+__device__ inline void store_outputs(const Forward& f, const ForwardShared<C>& shared, int lane) {
+  using O = typename ForwardShared<C>::O;
+  Ring<kWorkStages> work_ring;
+  Ring<C::kQueryStages> q_ring;
+  const int group = f.schedule.group;
+  for (;; work_ring.advance(), q_ring.advance()) {
+    ptx::mbarrier_wait(shared.work_full(work_ring.stage), work_ring.parity);
+    const Work work = shared.get_work(work_ring.stage);
+    if (work.batch < 0) break;
+    ptx::mbarrier_wait(shared.o_full(q_ring.stage), q_ring.parity);
+#pragma unroll
+    for (int warpgroup = 0; warpgroup < C::kWarpgroups; ++warpgroup) {
+      const int rows = rows_left(work, f.schedule.group, warpgroup);
+      if (lane == 0 && rows > 0 && stored_by_copy(f.p, rows))
+#pragma unroll
+        for (int slab = 0; slab < O::kSlabs; ++slab)
+          ptx::cp_async_bulk_tensor_store(
+              &f.out, shared.o(q_ring.stage).base + slab * O::kSlabBytes + warpgroup * 64 * 128, slab * 64, 0,
+              work.q_first + ((work.row + warpgroup * 64) >> f.schedule.group), work.unit,
+              f.p.seqlen_q.cu ? 0 : work.batch);
+    }
+    if (lane == 0) ptx::cp_async_bulk_commit_group();
+    for (int row = lane; row < C::kRows; row += 32) {
+      const int query = (work.row + row) >> group,
+                head = (work.unit << group) + ((work.row + row) & ((1 << group) - 1));
+      if (query < work.q_allotted)
+        *row_statistic(f.p.lse, work, head, query) = ptx::ld_shared_f32(shared.lse(q_ring.stage, row));
+    }
+    __syncwarp();
+    if (lane == 0) {
+      ptx::cp_async_bulk_wait_group_read();
+      ptx::mbarrier_arrive(shared.work_empty(work_ring.stage));
+      ptx::mbarrier_arrive(shared.q_empty(q_ring.stage));
     }
   }
 }
 
-// Normalised rows through the place of Q to `out`.  Returns whether thread 0 has started a copy that still
-// reads the place.
+// Normalised rows to the place of Q, from where they are stored.
 template <class C, int n>
-__device__ inline bool store_output(const Forward& f, const typename ForwardShared<C>::O& o,
-                                    const ScoreRows<C>& rows, float (&out)[n], const float (&factor)[2],
+__device__ inline void write_output(const Forward& f, const ForwardShared<C>& shared, int q_stage,
+                                    const Work& work, float (&out)[n], const float (&factor)[2],
                                     int warpgroup, int warpgroup_thread) {
   const ForwardParams& p = f.p;
-  const Work& work = rows.work;
-  const int thread = ptx::recomputed(warpgroup_thread), lane = thread % 32, tile_row = warpgroup * 64,
-            group = f.schedule.group;
-  const int rows_left = (work.q_allotted << group) - rows.first_row;
+  const int thread = ptx::recomputed(warpgroup_thread), lane = thread % 32, tile_row = warpgroup * 64;
+  const typename ForwardShared<C>::O o = shared.o(q_stage);
 #pragma unroll
   for (int j = 0; j < n / 4; j += 2) {
     uint32_t x[4];
@@ -364,31 +417,21 @@ __device__ inline bool store_output(const Forward& f, const typename ForwardShar
     }
     ptx::stmatrix_x4(o.chunk(tile_row + thread / 32 * 16 + lane % 16, j + lane / 16), x[0], x[1], x[2], x[3]);
   }
-  if (rows_left >= 64 || !p.seqlen_q.cu) {  // the copy engine knows where the tensor ends
-    ptx::fence_proxy_async();
-    ptx::bar_sync(kGroupBarrier + warpgroup, 128);
-    if (thread == 0 && rows_left > 0) {
-      using O = typename ForwardShared<C>::O;
-#pragma unroll
-      for (int slab = 0; slab < O::kSlabs; ++slab)
-        ptx::cp_async_bulk_tensor_store(&f.out, o.base + slab * O::kSlabBytes + tile_row * 128, slab * 64, 0,
-                                        work.q_first + (rows.first_row >> group), work.unit,
-                                        p.seqlen_q.cu ? 0 : work.batch);
-      ptx::cp_async_bulk_commit_group();
+  const int rows = rows_left(work, f.schedule.group, warpgroup);
+  if (!stored_by_copy(p, rows)) {  // the next sequence begins in this tile
+    const ScoreRows<C> of(f, work, warpgroup, thread);
+    constexpr int kChunks = C::kHeadDimV / kChunk;
+    __syncwarp();
+    for (int i = lane; i < 16 * kChunks; i += 32) {
+      const int row = thread / 32 * 16 + i / kChunks, chunk = i % kChunks;
+      if (row < rows && chunk * kChunk < p.head_dim_v)
+        *reinterpret_cast<uint4*>(static_cast<uint16_t*>(p.out.data) + of.head(row) * p.out.head +
+                                  (work.q_first + ((of.first_row + row) >> f.schedule.group)) * p.out.row +
+                                  chunk * kChunk) = ptx::ld_shared_16(o.chunk(tile_row + row, chunk));
     }
-    return true;
   }
-  ptx::bar_sync(kGroupBarrier + warpgroup, 128);  // the next sequence begins in this tile
-  constexpr int kChunks = C::kHeadDimV / kChunk;
-  for (int i = thread; i < rows_left * kChunks; i += 128) {
-    const int row = i / kChunks, chunk = i % kChunks;
-    if (chunk * kChunk < p.head_dim_v)
-      *reinterpret_cast<uint4*>(static_cast<uint16_t*>(p.out.data) + rows.head(row) * p.out.head +
-                                (work.q_first + ((rows.first_row + row) >> group)) * p.out.row +
-                                chunk * kChunk) = ptx::ld_shared_16(o.chunk(tile_row + row, chunk));
-  }
-  ptx::bar_sync(kGroupBarrier + warpgroup, 128);
-  return false;
+  ptx::fence_proxy_async();
+  ptx::mbarrier_arrive(shared.o_full(q_stage));  // a branch for one lane costs ptxas its uniform registers
 }
 
 template <class C>
@@ -410,23 +453,23 @@ __device__ inline void consume(const Forward& f, const ForwardShared<C>& shared,
   // Rows past the end of a sequence are zeros where the tensor ends, otherwise anything.
   const bool anything_past_queries = p.seqlen_q.cu || p.seqlen_q.used,
              anything_past_keys = p.seqlen_k.cu || p.seqlen_k.used;
-  int tile = 0, work_stage = 0, q_stage = 0;
   Ring<C::kKeyStages> k_ring;
   Ring<C::kValueStages> v_ring;
   float s[kScores], out[kOutputs];
   uint32_t weights[C::kKeys / 16][4], q_frag[C::kQueriesInRegisters ? kSteps : 1][4];
   OnlineSoftmax softmax;
-  int storing = -1;  // the Q buffer that a copy of thread 0 still reads
   if (C::kTurns && warpgroup == 0) ptx::bar_arrive(kTurnBarrier, 256);
 
-  const auto release_storing = [&] {
-    if (storing < 0) return;
-    if (thread == 0) {
-      ptx::cp_async_bulk_wait_group_read();
-      ptx::mbarrier_arrive(shared.q_empty(storing));
-    }
-    storing = -1;
-  };
+  // The tile whose scores are computed.
+  int tile = 0, work_stage, q_stage;
+  int first_block, last_block, block;  // the tile's, and the one whose weights come next
+  int own_first, own_last;             // of the blocks those that this warpgroup needs
+  int seen_first, seen_last;           // keys that all rows see
+  bool dirty;                          // may rows of V that no query sees be anything but zeros?
+  bool add;                            // is there an O to add to?
+  // Its description is read again wherever it is needed, because registers are scarce.
+  const auto rows_of = [&](int stage) { return ScoreRows<C>(f, shared.get_work(stage), warpgroup, thread); };
+
   const auto release_k = [&] {
     if (lane == 0) ptx::mbarrier_arrive(shared.k_empty(k_ring.stage));
     k_ring.advance();
@@ -435,10 +478,56 @@ __device__ inline void consume(const Forward& f, const ForwardShared<C>& shared,
     if (lane == 0) ptx::mbarrier_arrive(shared.v_empty(v_ring.stage));
     v_ring.advance();
   };
+  const auto take_turn = [&] {
+    if (C::kTurns) ptx::bar_sync(kTurnBarrier + warpgroup, 256);
+  };
+  const auto pass_turn = [&] {
+    if (C::kTurns) ptx::bar_arrive(kTurnBarrier + (warpgroup + 1) % C::kWarpgroups, 256);
+  };
+  // A block that other warpgroups need.
+  const auto skip_block = [&] {
+    ptx::mbarrier_wait(shared.k_full(k_ring.stage), k_ring.parity);
+    release_k();
+    ptx::mbarrier_wait(shared.v_full(v_ring.stage), v_ring.parity);
+    release_v();
+    take_turn(), pass_turn();  // every block has one
+  };
+
+  // Waits for a tile and its Q.  False: there is none.
+  const auto open_tile = [&] {
+    work_stage = tile % kWorkStages;
+    q_stage = tile % C::kQueryStages;
+    ptx::mbarrier_wait(shared.work_full(work_stage), tile / kWorkStages % 2);
+    const Work work = shared.get_work(work_stage);
+    if (work.batch < 0) return false;
+    const Share own = shared.get_share(work_stage, warpgroup);
+    own_first = own.first_block, own_last = own.last_block;
+    seen_first = own.seen_first, seen_last = own.seen_last;
+    dirty = anything_past_keys || work.visible.first(0) > 0;
+    first_block = work.first_block, last_block = first_block + work.blocks - 1;
+    ptx::mbarrier_wait(shared.q_full(q_stage), tile / C::kQueryStages % 2);
+    // What lies past a sequence's end must not take part in the votes of a warp.
+    const int queries = (work.visible.len_q << f.schedule.group) - work.row - warpgroup * 64;
+    if (anything_past_queries && queries < 64)
+      clear_rows<64>(shared.q(q_stage), warpgroup * 64, 0, queries, thread, kGroupBarrier + warpgroup);
+    return true;
+  };
+  const auto load_queries = [&] {
+    if constexpr (C::kQueriesInRegisters)
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step)
+        ptx::ldmatrix_x4(q_frag[step], shared.q(q_stage).chunk(warp_row + lane % 16, step * 2 + lane / 16));
+  };
+  const auto start_softmax = [&] {
+    // The weight of a row's only key shall be 1, so that its value is the result to the bit.
+    const bool few = seen_first == Share::kFew;
+    softmax.start(few ? none : near, few ? none : far);
+  };
   const auto multiply_qk = [&] {  // S = Q K^T, asynchronously
     using QK = Wgmma<C::kDType, C::kKeys>;
-    const uint64_t q_rows = shared.q(q_stage).rows_of_k(warpgroup * 64),
-                   k_rows = shared.k(k_ring.stage).rows_of_k(0);
+    // Descriptors of Q are computed again: there are not enough uniform registers to keep them.
+    const typename Shared::Q q{static_cast<uint32_t>(ptx::recomputed(shared.q(q_stage).base))};
+    const uint64_t q_rows = q.rows_of_k(warpgroup * 64), k_rows = shared.k(k_ring.stage).rows_of_k(0);
     ptx::wgmma_fence();
 #pragma unroll
     for (int step = 0; step < kSteps; ++step)
@@ -453,18 +542,11 @@ __device__ inline void consume(const Forward& f, const ForwardShared<C>& shared,
     for (int i = 0; i < kScores / 2; ++i)
       weights[i / 4][i % 4] = ptx::cvt_pack<C::kDType>(s[2 * i], s[2 * i + 1]);
   };
-
-  // Those of the tile; read again wherever they are needed, because registers are scarce.
-  const auto rows = [&] { return ScoreRows<C>(f, shared.get_work(work_stage), warpgroup, thread); };
-  int block;
-  bool add;                       // is there an O to add to?
-  bool dirty;                     // may rows of V that no query sees be anything but zeros?
-  int seen_first, seen_last;      // keys that all rows see
-  const auto multiply_pv = [&] {  // O += P V of this block, asynchronously
+  const auto multiply_pv = [&](int stage, bool clear) {  // O += P V of this block, asynchronously
     const typename Shared::V v = shared.v(v_ring.stage);
     ptx::mbarrier_wait(shared.v_full(v_ring.stage), v_ring.parity);
-    if (dirty) {
-      const VisibleKeys visible = shared.get_work(work_stage).visible;
+    if (clear) {
+      const VisibleKeys visible = shared.get_work(stage).visible;
       const int first = visible.first(0) - block * C::kKeys, last = visible.len_k - block * C::kKeys;
       if (first > 0 || last < C::kKeys)  // weights are 0 there, but 0 * NaN is NaN
         clear_rows<C::kKeys>(v, 0, first, last, thread, kGroupBarrier + warpgroup);
@@ -478,16 +560,16 @@ __device__ inline void consume(const Forward& f, const ForwardShared<C>& shared,
     add = true;
   };
   // Scores become weights.  True: what was added to `out` must be multiplied by softmax.rescale.
-  const auto update = [&](int key, auto first_block) {
-    constexpr bool kFirst = decltype(first_block)::value;
+  const auto update = [&](int key, auto first_of_tile) {
+    constexpr bool kFirst = decltype(first_of_tile)::value;
     // The least first sum of a row whose 16-bit weights are precise; bf16 has the exponents of fp32.
     constexpr float kLeast = C::kDType == DType::f16 ? 0.25f : 1e-15f;
     const auto hide = [&] {
-      if (key < seen_first || key + C::kKeys > seen_last) rows().hide(s, key);
+      if (key < seen_first || key + C::kKeys > seen_last) rows_of(work_stage).hide(s, key);
     };
     if (softmax.far) {
       bool done;
-      if (!softcapped && modified) rows().modify(s, key);
+      if (!softcapped && modified) rows_of(work_stage).modify(s, key);
       hide();
       if (C::kGeneral && softcapped)
         done = softmax.near
@@ -503,79 +585,50 @@ __device__ inline void consume(const Forward& f, const ForwardShared<C>& shared,
       if (done) return false;
       multiply_again<C>(s, shared.q(q_stage), shared.k(k_ring.stage), warp_row, lane);
     }
-    if (modified) rows().modify(s, key);
+    if (modified) rows_of(work_stage).modify(s, key);
     hide();
     if (kFirst) softmax.forget_reference();
     softmax.exact_update(s, scale, near, far);
     return true;
   };
-
-  const auto take_turn = [&] {
-    if (C::kTurns) ptx::bar_sync(kTurnBarrier + warpgroup, 256);
-  };
-  const auto pass_turn = [&] {
-    if (C::kTurns) ptx::bar_arrive(kTurnBarrier + (warpgroup + 1) % C::kWarpgroups, 256);
-  };
-  // A block that other warpgroups need.
-  const auto skip_block = [&] {
-    ptx::mbarrier_wait(shared.k_full(k_ring.stage), k_ring.parity);
-    release_k();
-    ptx::mbarrier_wait(shared.v_full(v_ring.stage), v_ring.parity);
-    release_v();
-  };
-
-  for (;; ++tile) {
-    work_stage = tile % kWorkStages;
-    q_stage = tile % C::kQueryStages;
-    ptx::mbarrier_wait(shared.q_full(q_stage), tile / C::kQueryStages % 2);
-    const Share own = shared.get_share(work_stage, warpgroup);
-    int first_block;  // of the tile
-    {
-      const Work work = shared.get_work(work_stage);
-      if (work.batch < 0) break;
-      first_block = work.first_block;
-      block = first_block + work.blocks - 1;
-      // What lies past a sequence's end must not take part in the votes of a warp.
-      const int queries = (work.visible.len_q << f.schedule.group) - work.row - warpgroup * 64;
-      if (anything_past_queries && queries < 64)
-        clear_rows<64>(shared.q(q_stage), warpgroup * 64, 0, queries, thread, kGroupBarrier + warpgroup);
-    }
-#pragma unroll 1
-    for (; block > own.last_block && block >= first_block; --block) {
-      skip_block();
-      if (block > first_block) take_turn(), pass_turn();
-    }
-    seen_first = own.seen_first;
-    seen_last = own.seen_last;
-    const auto prepare = [&] {
-      const ScoreRows<C> tile = rows();
-      dirty = anything_past_keys || tile.work.visible.first(0) > 0;
-      // The weight of a row's only key shall be 1, so that its value is the result to the bit.
-      const bool few = tile.keys(0) < 2 || tile.keys(63) < 2;
-      softmax.start(few ? none : near, few ? none : far);
-      add = false;
-    };
-    float factor[2];
-    if (own.first_block <= own.last_block) {
-      if constexpr (C::kQueriesInRegisters)
+  float factor[2];                     // of the rows of O
+  const auto clear_empty_rows = [&] {  // 0 times anything is not always 0
+    if (!__any_sync(0xFFFFFFFFu, factor[0] == 0 || factor[1] == 0)) return;
 #pragma unroll
-        for (int step = 0; step < kSteps; ++step)
-          ptx::ldmatrix_x4(q_frag[step], shared.q(q_stage).chunk(warp_row + lane % 16, step * 2 + lane / 16));
-      ptx::mbarrier_wait(shared.k_full(k_ring.stage), k_ring.parity);
-      multiply_qk();
-      prepare();
-      ptx::wgmma_wait_group<0>();
-      ptx::written_by_wgmma(s);
-      update(block * C::kKeys, std::true_type{});
-      release_k();
-      pack_weights();
-      if (C::kQueryStages > 1) release_storing();
-      for (; block > own.first_block; --block) {
+    for (int e = 0; e < kOutputs; ++e) out[e] = factor[e / 2 % 2] == 0 ? 0.f : out[e];
+  };
+
+  for (; open_tile(); ++tile) {
+#pragma unroll 1
+    for (block = last_block; block > own_last && block >= first_block; --block) skip_block();
+    if (own_first > own_last) {
+      start_softmax();
+      softmax.forget_reference();
+      finish_rows<C>(f, shared, q_stage, rows_of(work_stage), softmax, factor);
+#pragma unroll
+      for (int e = 0; e < kOutputs; ++e) out[e] = 0;
+      write_output<C>(f, shared, q_stage, shared.get_work(work_stage), out, factor, warpgroup, thread);
+      continue;
+    }
+    load_queries();
+    ptx::mbarrier_wait(shared.k_full(k_ring.stage), k_ring.parity);
+    multiply_qk();
+    start_softmax();
+    add = false;
+    ptx::wgmma_wait_group<0>();
+    ptx::written_by_wgmma(s);
+    update(block * C::kKeys, std::true_type{});
+    release_k();
+    pack_weights();
+    int stage, stage_of_q, unseen;  // of the tile that ends; blocks of it that other warpgroups need
+    bool was_dirty;
+    for (;;) {
+      for (; block > own_first; --block) {
         // S of the next block and O of this one; softmax of the next under the second of the two.
         ptx::mbarrier_wait(shared.k_full(k_ring.stage), k_ring.parity);
         take_turn();
         multiply_qk();
-        multiply_pv();
+        multiply_pv(work_stage, dirty);
         pass_turn();
         ptx::wgmma_wait_group<1>();
         ptx::written_by_wgmma(s);
@@ -589,35 +642,51 @@ __device__ inline void consume(const Forward& f, const ForwardShared<C>& shared,
 #pragma unroll
           for (int e = 0; e < kOutputs; ++e) out[e] *= softmax.rescale[e / 2 % 2];
       }
-      multiply_pv();
-      finish_rows<C>(f, rows(), softmax, factor);
-      const bool empty_rows = __any_sync(0xFFFFFFFFu, factor[0] == 0 || factor[1] == 0);
-      if (empty_rows) ptx::hold();
+      // The last block of the tile goes together with the first of the next one, if the warpgroup skips none
+      // between them.
+      stage = work_stage, stage_of_q = q_stage, unseen = block - first_block, was_dirty = dirty;
+      bool join = false;
+      if (C::kTurns && C::kQueryStages > 1 && unseen == 0 && last_block - first_block >= kLongTile) {
+        ++tile;
+        join = open_tile() && own_first <= own_last && own_last == last_block;
+        if (!join) --tile;
+      }
+      if (!join) break;
+      load_queries();
+      ptx::mbarrier_wait(shared.k_full(k_ring.stage), k_ring.parity);
+      take_turn();
+      multiply_qk();
+      multiply_pv(stage, was_dirty);
+      pass_turn();
+      finish_rows<C>(f, shared, stage_of_q, rows_of(stage), softmax, factor);
+      start_softmax();
+      add = false;
+      block = last_block;
+      ptx::wgmma_wait_group<1>();
+      ptx::written_by_wgmma(s);
+      update(block * C::kKeys, std::true_type{});
+      release_k();
       ptx::wgmma_wait_group<0>();
       ptx::written_by_wgmma(out);
       release_v();
-#pragma unroll 1
-      for (--block; block >= first_block; --block) {
-        skip_block();
-        take_turn(), pass_turn();
-      }
-      if (empty_rows)  // 0 times anything is not always 0
-#pragma unroll
-        for (int e = 0; e < kOutputs; ++e) out[e] = factor[e / 2 % 2] == 0 ? 0.f : out[e];
-    } else {
-      if (C::kQueryStages > 1) release_storing();
-      prepare();
-      softmax.forget_reference();
-      finish_rows<C>(f, rows(), softmax, factor);
-#pragma unroll
-      for (int e = 0; e < kOutputs; ++e) out[e] = 0;
+      pack_weights();
+      clear_empty_rows();
+      write_output<C>(f, shared, stage_of_q, shared.get_work(stage), out, factor, warpgroup, thread);
     }
-    const bool copying = store_output<C>(f, shared.o(q_stage), rows(), out, factor, warpgroup, thread);
-    if (thread == 0) ptx::mbarrier_arrive(shared.work_empty(work_stage));
-    storing = q_stage;
-    if (C::kQueryStages == 1 || !copying) release_storing();
+    take_turn();
+    multiply_pv(stage, was_dirty);
+    pass_turn();
+    finish_rows<C>(f, shared, stage_of_q, rows_of(stage), softmax, factor);
+    const bool empty_rows = __any_sync(0xFFFFFFFFu, factor[0] == 0 || factor[1] == 0);
+    if (empty_rows) ptx::hold();
+    ptx::wgmma_wait_group<0>();
+    ptx::written_by_wgmma(out);
+    release_v();
+#pragma unroll 1
+    for (; unseen > 0; --unseen) skip_block();
+    clear_empty_rows();
+    write_output<C>(f, shared, stage_of_q, shared.get_work(stage), out, factor, warpgroup, thread);
   }
-  if (thread == 0) ptx::cp_async_bulk_wait_group_read();
 }
 
 template <class C>
@@ -643,6 +712,7 @@ __global__ void __launch_bounds__(ForwardShared<C>::kThreads, C::kBlocks)
     ptx::setmaxnreg_dec<kProducerRegisters>();
     if (threadIdx.x == 0) produce_keys<C>(f, shared);
     if (threadIdx.x / 32 == 1) produce_queries<C>(f, shared, threadIdx.x % 32);
+    if (threadIdx.x / 32 == 2) store_outputs<C>(f, shared, threadIdx.x % 32);
   } else {
     ptx::setmaxnreg_inc<(kConsumerRegisters < 240 ? kConsumerRegisters : 240)>();
     consume<C>(f, shared, warpgroup - 1, threadIdx.x % 128);

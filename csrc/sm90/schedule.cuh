@@ -1,6 +1,8 @@
 // Which tile a block works on next, and which keys the tile needs.
 #pragma once
 
+#include <climits>
+
 #include "common/score.cuh"
 
 namespace flashattn::sm90 {
@@ -16,8 +18,10 @@ struct Work {
 static_assert(sizeof(Work) == 48, "three vectors");
 
 // What a warpgroup needs of it: of the blocks those from last_block to first_block, none if they are the
-// wrong way round.  All of its rows see the keys of [seen_first, seen_last).
+// wrong way round.  All of its rows see the keys of [seen_first, seen_last), and more than one, or seen_first
+// is kFew.
 struct Share {
+  static constexpr int kFew = INT_MAX;
   int first_block, last_block, seen_first, seen_last;
 };
 
@@ -31,10 +35,12 @@ template <class C>
 __device__ inline Share share_of(const Work& work, int warpgroup, int group) {
   const int first = query_of(work.row + warpgroup * 64, group, work.visible),
             last = query_of(work.row + warpgroup * 64 + 63, group, work.visible);
-  const int first_key = work.visible.first(first), last_key = work.visible.last(last);
+  const VisibleKeys& visible = work.visible;
+  const int first_key = visible.first(first), last_key = visible.last(last);
   const bool any = work.blocks > 0 && first_key < last_key;
-  return {first_key / C::kKeys, any ? (last_key - 1) / C::kKeys : -1, work.visible.first(last),
-          work.visible.last(first)};
+  const bool few = visible.last(first) - first_key < 2 || last_key - visible.first(last) < 2;
+  return {first_key / C::kKeys, any ? (last_key - 1) / C::kKeys : -1, few ? Share::kFew : visible.first(last),
+          visible.last(first)};
 }
 
 // Division by a number that the host knows, of dividends below 2^31 (Granlund and Montgomery, "Division by

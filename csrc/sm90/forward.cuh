@@ -1,9 +1,9 @@
 // Forward attention on Hopper (sm_90a).
 //   O = softmax(scale Q K^T) V, lse = log sum exp: a block takes tile after tile of kRows queries of a head.
-//   Two warps have the copy engine bring Q, K and V into rings of shared-memory tiles, a third has it store O;
-//   each of the kWarpgroups other warpgroups multiplies 64 of the rows with all keys.  Scores and weights stay
-//   in registers.  While a warpgroup computes its softmax, the tensor cores work for the others: kTurns makes
-//   them go in turns.
+//   Two warps have the copy engine bring Q, K and V into rings of shared-memory tiles, a third has it store
+//   O; each of the kWarpgroups other warpgroups multiplies 64 of the rows with all keys.  Scores and weights
+//   stay in registers.  While a warpgroup computes its softmax, the tensor cores work for the others: kTurns
+//   makes them go in turns.
 #pragma once
 
 #include <type_traits>
@@ -37,7 +37,7 @@ struct ForwardShared {
                        kValuePlace = kKeyPlace + C::kKeyStages * K::kBytes;
   static constexpr int kBarrierPlace = kValuePlace + C::kValueStages * V::kBytes;
   static constexpr int kFull = C::kQueryStages + C::kKeyStages + C::kValueStages + kWorkStages,
-                       kBarriers = 2 * kFull + C::kQueryStages;
+                       kBarriers = 2 * kFull + C::kQueryStages * C::kWarpgroups;
   static constexpr int kWorkPlace = kBarrierPlace + (kBarriers * 8 + 15) / 16 * 16;
   static constexpr int kWorkVectors = sizeof(Work) / 16, kWorkBytes = (kWorkVectors + C::kWarpgroups) * 16;
   static constexpr int kLsePlace = kWorkPlace + kWorkStages * kWorkBytes;
@@ -50,8 +50,8 @@ struct ForwardShared {
   __device__ K k(int stage) const { return {base + kKeyPlace + stage * K::kBytes}; }
   __device__ V v(int stage) const { return {base + kValuePlace + stage * V::kBytes}; }
 
-  // full: the copy engine has filled the tile, the place of a Work has been written, every thread has written
-  // its part of O.
+  // full: the copy engine has filled the tile, the place of a Work has been written, every thread of a
+  // warpgroup has written its part of O.
   // empty: every warp is done with K or V; O has been copied from the place of Q; the threads that load K and
   // V and that copy O are done with a Work, the latter for the warpgroups too.
   __device__ uint32_t q_full(int stage) const { return barrier(stage); }
@@ -64,7 +64,9 @@ struct ForwardShared {
   __device__ uint32_t k_empty(int stage) const { return k_full(stage) + kFull * 8; }
   __device__ uint32_t v_empty(int stage) const { return v_full(stage) + kFull * 8; }
   __device__ uint32_t work_empty(int stage) const { return work_full(stage) + kFull * 8; }
-  __device__ uint32_t o_full(int stage) const { return barrier(2 * kFull + stage); }
+  __device__ uint32_t o_full(int stage, int warpgroup) const {
+    return barrier(2 * kFull + stage * C::kWarpgroups + warpgroup);
+  }
 
   __device__ void put_work(int stage, const Work& work) const {
     uint4 x[kWorkVectors];
@@ -99,7 +101,8 @@ struct ForwardShared {
   __device__ void init_barriers() const {
     for (int i = 0; i < C::kQueryStages; ++i) {
       ptx::mbarrier_init(q_full(i), 1), ptx::mbarrier_init(q_empty(i), 1);
-      ptx::mbarrier_init(o_full(i), C::kWarpgroups * 128);
+      for (int warpgroup = 0; warpgroup < C::kWarpgroups; ++warpgroup)
+        ptx::mbarrier_init(o_full(i, warpgroup), 128);
     }
     for (int i = 0; i < C::kKeyStages; ++i)
       ptx::mbarrier_init(k_full(i), 1), ptx::mbarrier_init(k_empty(i), C::kWarpgroups * 4);
@@ -371,9 +374,9 @@ __device__ inline void store_outputs(const Forward& f, const ForwardShared<C>& s
     ptx::mbarrier_wait(shared.work_full(work_ring.stage), work_ring.parity);
     const Work work = shared.get_work(work_ring.stage);
     if (work.batch < 0) break;
-    ptx::mbarrier_wait(shared.o_full(q_ring.stage), q_ring.parity);
 #pragma unroll
     for (int warpgroup = 0; warpgroup < C::kWarpgroups; ++warpgroup) {
+      ptx::mbarrier_wait(shared.o_full(q_ring.stage, warpgroup), q_ring.parity);
       const int rows = rows_left(work, f.schedule.group, warpgroup);
       if (lane == 0 && rows > 0 && stored_by_copy(f.p, rows))
 #pragma unroll
@@ -383,7 +386,11 @@ __device__ inline void store_outputs(const Forward& f, const ForwardShared<C>& s
               work.q_first + ((work.row + warpgroup * 64) >> f.schedule.group), work.unit,
               f.p.seqlen_q.cu ? 0 : work.batch);
     }
-    if (lane == 0) ptx::cp_async_bulk_commit_group();
+    __syncwarp();  // all lanes have read the description
+    if (lane == 0) {
+      ptx::cp_async_bulk_commit_group();
+      ptx::mbarrier_arrive(shared.work_empty(work_ring.stage));
+    }
     for (int row = lane; row < C::kRows; row += 32) {
       const int query = (work.row + row) >> group,
                 head = (work.unit << group) + ((work.row + row) & ((1 << group) - 1));
@@ -393,7 +400,6 @@ __device__ inline void store_outputs(const Forward& f, const ForwardShared<C>& s
     __syncwarp();
     if (lane == 0) {
       ptx::cp_async_bulk_wait_group_read();
-      ptx::mbarrier_arrive(shared.work_empty(work_ring.stage));
       ptx::mbarrier_arrive(shared.q_empty(q_ring.stage));
     }
   }
@@ -431,7 +437,8 @@ __device__ inline void write_output(const Forward& f, const ForwardShared<C>& sh
     }
   }
   ptx::fence_proxy_async();
-  ptx::mbarrier_arrive(shared.o_full(q_stage));  // a branch for one lane costs ptxas its uniform registers
+  // Every thread arrives: a branch for one lane costs ptxas the uniform registers of the loop.
+  ptx::mbarrier_arrive(shared.o_full(q_stage, warpgroup));
 }
 
 template <class C>

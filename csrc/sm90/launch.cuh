@@ -6,7 +6,8 @@
 #include <climits>
 #include <cmath>
 
-#include "common/launch.cuh"
+#include "any/launch.cuh"
+#include "sm90/backward.cuh"
 #include "sm90/forward.cuh"
 #include "sm90/tensor_map.cuh"
 
@@ -153,6 +154,49 @@ int launch_forward(const ForwardParams& p, void* stream) {
   config.attrs = &overlap;
   config.numAttrs = 1;
   return cudaLaunchKernelEx(&config, forward_kernel<C>, f);
+}
+
+template <class C>
+constexpr int64_t backward_shared_bytes() {
+  return BackwardShared<C>::kBytes;
+}
+
+template <class C>
+Workspace backward_workspace(const BackwardParams& p) {
+  Workspace workspace{};
+  workspace.shared_bytes = BackwardWorkspace<C>(p).bytes;
+  return workspace;
+}
+
+template <class C>
+int launch_backward(const BackwardParams& p, void* stream) {
+  const auto cuda_stream = static_cast<cudaStream_t>(stream);
+  return launch_backward_rows<C>(p, cuda_stream, [&]() -> int {
+    const int64_t blocks = backward_tiles<C>(p).count();
+    if (blocks == 0) return cudaSuccess;
+    Backward f{};
+    f.p = p;
+    const bool packed_q = p.seqlen_q.cu, packed_k = p.seqlen_k.cu;
+    const int64_t q_rows = packed_q ? p.seqlen_q.total : p.seqlen_q.rows,
+                  k_rows = packed_k ? p.seqlen_k.total : p.seqlen_k.rows;
+    const int64_t batch_q = packed_q ? 1 : p.batch, batch_k = packed_k ? 1 : p.batch;
+    const auto map_keys = [&](CUtensorMap& map, const Tensor4& x, int64_t columns, int box) {
+      return make_map<C>(map, x, columns, 1, k_rows, p.heads_k, batch_k, box);
+    };
+    int error = map_keys(f.k, p.k, p.head_dim, C::kKeys);
+    if (!error) error = map_keys(f.v, p.v, p.head_dim_v, C::kKeys);
+    if (!error) error = map_keys(f.dk, p.dk, p.head_dim, 64);
+    if (!error) error = map_keys(f.dv, p.dv, p.head_dim_v, 64);
+    if (q_rows == 0) {  // nothing reads them, and the maps are of something that exists
+      f.q = f.dout = f.k;
+    } else {
+      if (!error) error = make_map<C>(f.q, p.q, p.head_dim, 1, q_rows, p.heads_q, batch_q, C::kRows);
+      if (!error) error = make_map<C>(f.dout, p.dout, p.head_dim_v, 1, q_rows, p.heads_q, batch_q, C::kRows);
+    }
+    if (error) return error;
+    return launch_kernel(backward_kernel<C>, blocks, BackwardShared<C>::kThreads, BackwardShared<C>::kBytes, f,
+                         cuda_stream);
+  });
 }
 
 }  // namespace flashattn::sm90

@@ -14,8 +14,8 @@ namespace flashattn {
 // The workspace.  Rows of a sequence start at a block of 16 of their own; what lies between two sequences is
 // never used.
 //   sums        of dQ: blocks of 16 rows and 8 columns in the order of the accumulators
-//   statistics  {log2 of the sum of weights, delta} of a row; rows that see nothing have {inf, 0}, so that
-//               their weights are 0
+//   statistics  {log2 of the sum of weights, delta} of a row, blocks of 16 in the order of the family; rows
+//               that see nothing have {inf, 0}, so that their weights are 0
 //   turns       in which blocks add to a tile of dQ when the order must not vary: a counter for each tile
 template <class C>
 struct BackwardWorkspace {
@@ -47,6 +47,11 @@ struct BackwardWorkspace {
 
 constexpr int kSmallThreads = 256;  // of the kernels before and after
 
+// Statistics row after row.
+struct StatisticsInRows {
+  __device__ static void store(float2* block, int row, float2 x) { block[row] = x; }
+};
+
 // delta = rowsum(dO * O) - dlse and the statistics of 16 rows, whose sums of dQ become zero.  16 lanes share
 // a row.
 template <class C>
@@ -54,7 +59,7 @@ FLASHATTN_HD int64_t prepare_blocks(const BackwardParams& p) {
   return p.batch * p.heads_q * ((p.seqlen_q.rows + 15) / 16);
 }
 
-template <class C>
+template <class C, class Statistics>
 __global__ void __launch_bounds__(kSmallThreads) prepare_rows(const __grid_constant__ BackwardParams p) {
   static_assert(kSmallThreads == 16 * 16, "16 rows, 16 lanes each");
   using Workspace = BackwardWorkspace<C>;
@@ -90,7 +95,8 @@ __global__ void __launch_bounds__(kSmallThreads) prepare_rows(const __grid_const
     if (exists && p.dlse.data) delta -= view.statistic(p.dlse)[query * p.dlse.row];
     if (empty) delta = 0;
     if (exists) view.statistic(p.delta)[query * p.delta.row] = delta;
-    workspace.statistics[block * 16 + threadIdx.x / 16] = {empty ? INFINITY : lse * kLog2E, delta};
+    Statistics::store(workspace.statistics + block * 16, threadIdx.x / 16,
+                      {empty ? INFINITY : lse * kLog2E, delta});
   }
   float4* sums =
       reinterpret_cast<float4*>(workspace.sums + block * Workspace::kColumnBlocks * Workspace::kBlock);
@@ -140,11 +146,11 @@ __global__ void __launch_bounds__(kSmallThreads) finish_queries(const __grid_con
   }
 }
 
-// All kernels of a backward in order; `main` launches the one between.
-template <class C, class Main>
+// All kernels of a backward in order; `main` launches the one between, which reads Statistics.
+template <class C, class Statistics, class Main>
 int launch_backward_rows(const BackwardParams& p, cudaStream_t stream, Main main) {
   using Element = std::conditional_t<C::kDType == DType::bf16, __nv_bfloat16, __half>;
-  int error = launch_kernel(prepare_rows<C>, prepare_blocks<C>(p), kSmallThreads, 0, p, stream);
+  int error = launch_kernel(prepare_rows<C, Statistics>, prepare_blocks<C>(p), kSmallThreads, 0, p, stream);
   if (!error && p.dsink) error = any::launch_sink_gradient<Element>(p, stream);
   if (!error && p.deterministic) {
     const BackwardWorkspace<C> workspace(p);

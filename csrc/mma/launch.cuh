@@ -42,7 +42,7 @@ template <class C>
 int launch_backward(const BackwardParams& p, void* stream) {
   using Element = std::conditional_t<C::kDType == DType::bf16, __nv_bfloat16, __half>;
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
-  return launch_backward_rows<C>(p, cuda_stream, [&] {
+  return launch_backward_rows<C, StatisticsInRows>(p, cuda_stream, [&] {
     BackwardParams main = p;
     if (p.deterministic && p.dbias.data) {  // blocks would add to it in any order
       if (const int error = any::launch_bias_gradient<Element>(p, cuda_stream)) return error;

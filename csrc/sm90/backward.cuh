@@ -36,6 +36,17 @@ struct Step {
   bool edge;           // is there a row that does not see all keys?
 };
 
+// Statistics of 16 rows: those of lse, then those of delta, each in the order in which the four lanes of a quad
+// hold the columns of a transposed score tile.
+struct StatisticsInQuads {
+  static constexpr int kBytes = 16 * sizeof(float2), kDelta = kBytes / 2;
+  __device__ static int slot(int row) { return row % 8 / 2 * 4 + row / 8 * 2 + row % 2; }
+  __device__ static void store(float2* block, int row, float2 x) {
+    float* to = reinterpret_cast<float*>(block) + slot(row);
+    to[0] = x.x, to[kDelta / 4] = x.y;
+  }
+};
+
 // Shared memory of a block: tiles, then what describes them, then the barriers that say who may touch them.
 // dK and dV take the places of K and V.
 template <class C>
@@ -122,6 +133,7 @@ struct BackwardShared {
   __device__ uint32_t barrier(int index) const { return base + kBarrierPlace + index * 8; }
 };
 
+constexpr uint32_t kInfinityBits = 0x7F800000;
 constexpr int kAllGroupsBarrier = 3;  // both warpgroups; the others are those of the forward
 
 // The first keys of a head, which most queries see when causal, are its tile 0.  Heads of a section share
@@ -256,8 +268,13 @@ __device__ inline void produce_tiles(const Backward& f, const BackwardShared<C>&
     }
     if (cut) {
       wait_for_landing();
-      for (int i = lane; i < C::kRows; i += 32)
-        if (i < first || i >= last) ptx::st_shared_f32x2(shared.statistics(q.stage) + i * 8, {INFINITY, 0});
+      for (int i = lane; i < C::kRows; i += 32) {
+        const uint32_t to = shared.statistics(q.stage) + i / 16 * StatisticsInQuads::kBytes +
+                            StatisticsInQuads::slot(i % 16) * 4;
+        if (i >= first && i < last) continue;
+        ptx::st_shared_4(to, kInfinityBits);
+        ptx::st_shared_4(to + StatisticsInQuads::kDelta, 0);
+      }
       clear_rows_outside<C::kRows>(shared.q(q.stage), first, last, lane);
       fill(shared.q_full(q.stage));
     }
@@ -295,20 +312,30 @@ __device__ inline void hide_queries(float (&s)[n], const VisibleKeys& visible, i
   }
 }
 
-// Calls f(j, statistics of columns 8 j + 2 (l%4) + {0, 1}) for the queries of a lane; they are read ahead.
+// Calls f(e, statistic of the query) for each element e of a lane; `statistics` are those of lse or of delta.
 template <int n, class F>
-__device__ inline void each_query(uint32_t statistics, int lane, F f) {
-  const uint32_t from = statistics + lane % 4 * 2 * sizeof(float2);
-  constexpr int kAhead = 2;
-  float4 ahead[kAhead];
+__device__ inline void each_score(uint32_t statistics, int lane, F f) {
+  const uint32_t from = statistics + lane % 4 * sizeof(float4);
+  float4 next = ptx::ld_shared_f32x4(from);
 #pragma unroll
-  for (int j = 0; j < kAhead; ++j) ahead[j] = ptx::ld_shared_f32x4(from + j * 64);
+  for (int block = 0; block < n / 8; ++block) {
+    const float4 now = next;
+    if ((block + 1) * 8 < n)  // in time
+      next = ptx::ld_shared_f32x4(from + (block + 1) * StatisticsInQuads::kBytes);
 #pragma unroll
-  for (int j = 0; j < n; ++j) {
-    const float4 x = ahead[j % kAhead];
-    if (j + kAhead < n) ahead[j % kAhead] = ptx::ld_shared_f32x4(from + (j + kAhead) * 64);
-    f(j, x);
+    for (int e = 0; e < 8; e += 4)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        f(block * 8 + e + 2 * half, e ? now.z : now.x);
+        f(block * 8 + e + 2 * half + 1, e ? now.w : now.y);
+      }
   }
+}
+
+// The same tile, whose descriptors are then computed where they are needed: they would occupy registers.
+template <class T>
+__device__ inline T recomputed(const T& tile) {
+  return {static_cast<uint32_t>(ptx::recomputed(tile.base))};
 }
 
 // Numbers of an accumulator, rounded: the A operand of the next product.
@@ -458,7 +485,8 @@ __device__ inline void differentiate(const Backward& f, const BackwardShared<C>&
   const auto multiply_scores = [&](int step) {  // S^T = K Q^T, asynchronously
     const auto q = ring_at<C::kQueryStages>(step);
     ptx::mbarrier_wait(shared.q_full(q.stage), q.parity);
-    const uint64_t keys = shared.k().rows_of_k(warpgroup * 64), queries = shared.q(q.stage).rows_of_k(0);
+    const uint64_t keys = recomputed(shared.k()).rows_of_k(warpgroup * 64),
+                   queries = shared.q(q.stage).rows_of_k(0);
     ptx::wgmma_fence();
 #pragma unroll
     for (int k = 0; k < C::kHeadDim; k += 16)
@@ -468,7 +496,7 @@ __device__ inline void differentiate(const Backward& f, const BackwardShared<C>&
   const auto multiply_dp = [&](int step) {  // dP^T = V dO^T, and the turn goes on before it ends
     const auto dout = ring_at<C::kDOutStages>(step);
     ptx::mbarrier_wait(shared.dout_full(dout.stage), dout.parity);
-    const uint64_t keys = shared.v().rows_of_k(warpgroup * 64),
+    const uint64_t keys = recomputed(shared.v()).rows_of_k(warpgroup * 64),
                    queries = shared.dout(dout.stage).rows_of_k(0);
     ptx::wgmma_fence();
 #pragma unroll
@@ -479,25 +507,25 @@ __device__ inline void differentiate(const Backward& f, const BackwardShared<C>&
     ptx::wgmma_commit_group();
     if (C::kStepsInTurn >= kLast) pass_turn();
   };
+  const auto statistics_of = [&](int step) {
+    return shared.statistics(ring_at<C::kQueryStages>(step).stage);
+  };
   const auto weigh = [&](int step) {  // S becomes P
     const Step& of_step = shared.step(step);
     if (of_step.edge)
       hide_queries(s, shared.block().visible, shared.block().key + warpgroup * 64 + warp * 16 + lane / 4,
                    of_step.row, lane);
-    each_query<kScores / 4>(shared.statistics(ring_at<C::kQueryStages>(step).stage), lane,
-                            [&](int j, float4 x) {
-#pragma unroll
-                              for (int e = 0; e < 4; ++e)
-                                s[4 * j + e] = ptx::ex2(fmaf(s[4 * j + e], scale, e % 2 ? -x.z : -x.x));
-                            });
+    each_score<kScores>(statistics_of(step), lane,
+                        [&](int e, float lse) { s[e] = ptx::ex2(fmaf(s[e], scale, -lse)); });
+    round_operand<C>(p_operand, s);
+    // A wait for wgmma is for ptxas an instruction like another, which it moves above this arithmetic.  A
+    // branch holds it here.
+    if (p_operand[C::kRows / 16 - 1][3] == ~0u) ptx::hold();
   };
   const auto score_gradient = [&](int step) {  // dP becomes dS
-    each_query<kScores / 4>(shared.statistics(ring_at<C::kQueryStages>(step).stage), lane,
-                            [&](int j, float4 x) {
-#pragma unroll
-                              for (int e = 0; e < 4; ++e)
-                                dp[4 * j + e] = s[4 * j + e] * (dp[4 * j + e] - (e % 2 ? x.w : x.y));
-                            });
+    each_score<kScores>(statistics_of(step) + StatisticsInQuads::kDelta, lane,
+                        [&](int e, float delta) { dp[e] = s[e] * (dp[e] - delta); });
+    round_operand<C>(ds_operand, dp);
   };
   const auto store_ds = [&](int step) {  // transposed back, for both warpgroups
     const auto place = ring_at<Shared::kScoreStages>(step);
@@ -538,12 +566,11 @@ __device__ inline void differentiate(const Backward& f, const BackwardShared<C>&
     ptx::wgmma_commit_group();
   };
 
-  // Between two iterations no product is in flight: P of the step is in s, and dP is complete.
+  // Between two iterations no product is in flight, which ptxas would not follow: P of the step is in s and
+  // p_operand, and dP is complete.
   const auto iterate = [&](int step, auto last_step) {
     constexpr bool kIsLast = decltype(last_step)::value;
-    round_operand<C>(p_operand, s);
     score_gradient(step);
-    round_operand<C>(ds_operand, dp);
     store_ds(step);
     take_turn();
     float dq[Shared::kQueryColumns / 2];
@@ -629,7 +656,7 @@ __global__ void __launch_bounds__(BackwardShared<C>::kThreads, 1)
     if (threadIdx.x < 32 && shared.block().steps > 0) produce_tiles<C>(f, shared, threadIdx.x);
   } else {
     ptx::setmaxnreg_inc<240>();
-    differentiate<C>(f, shared, warpgroup - 1, threadIdx.x % 128);
+    differentiate<C>(f, shared, warpgroup - 1, ptx::recomputed(threadIdx.x % 128));
   }
 }
 

@@ -171,7 +171,7 @@ Workspace backward_workspace(const BackwardParams& p) {
 template <class C>
 int launch_backward(const BackwardParams& p, void* stream) {
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
-  return launch_backward_rows<C>(p, cuda_stream, [&]() -> int {
+  return launch_backward_rows<C, StatisticsInQuads>(p, cuda_stream, [&]() -> int {
     const int64_t blocks = backward_tiles<C>(p).count();
     if (blocks == 0) return cudaSuccess;
     Backward f{};

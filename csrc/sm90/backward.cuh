@@ -466,6 +466,7 @@ __device__ inline void differentiate(const Backward& f, const BackwardShared<C>&
   using Scores = Wgmma<C::kDType, C::kRows>;
   using Queries = Wgmma<C::kDType, Shared::kQueryColumns>;
   constexpr int kScores = C::kRows / 2, kLast = C::kHeadDimV / 16;
+  constexpr bool kRoundEarly = C::kRows == 64;  // P under dP, if there are registers
   const int lane = thread % 32, warp = thread / 32;
   const float scale = static_cast<float>(f.p.score.scale) * kLog2E;
   const QuerySums<C> sums{shared, f.p.deterministic, warpgroup, warp, lane};
@@ -517,10 +518,10 @@ __device__ inline void differentiate(const Backward& f, const BackwardShared<C>&
                    of_step.row, lane);
     each_score<kScores>(statistics_of(step), lane,
                         [&](int e, float lse) { s[e] = ptx::ex2(fmaf(s[e], scale, -lse)); });
-    round_operand<C>(p_operand, s);
+    if (kRoundEarly) round_operand<C>(p_operand, s);
     // A wait for wgmma is for ptxas an instruction like another, which it moves above this arithmetic.  A
     // branch holds it here.
-    if (p_operand[C::kRows / 16 - 1][3] == ~0u) ptx::hold();
+    if (s[kScores - 1] == INFINITY) ptx::hold();
   };
   const auto score_gradient = [&](int step) {  // dP becomes dS
     each_score<kScores>(statistics_of(step) + StatisticsInQuads::kDelta, lane,
@@ -571,6 +572,7 @@ __device__ inline void differentiate(const Backward& f, const BackwardShared<C>&
   const auto iterate = [&](int step, auto last_step) {
     constexpr bool kIsLast = decltype(last_step)::value;
     score_gradient(step);
+    if (!kRoundEarly) round_operand<C>(p_operand, s);
     store_ds(step);
     take_turn();
     float dq[Shared::kQueryColumns / 2];

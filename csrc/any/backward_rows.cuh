@@ -1,5 +1,5 @@
-// What tensor-core backward kernels of every family leave to kernels of their own: statistics of the query rows
-// before, conversion of dQ after, and the workspace between.  C is a row of csrc/instances.py.
+// What tensor-core backward kernels of every family leave to kernels of their own: statistics of the query
+// rows before, conversion of dQ after, and the workspace between.  C is a row of csrc/instances.py.
 #pragma once
 
 #include <type_traits>

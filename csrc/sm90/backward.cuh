@@ -36,8 +36,8 @@ struct Step {
   bool edge;           // is there a row that does not see all keys?
 };
 
-// Statistics of 16 rows: those of lse, then those of delta, each in the order in which the four lanes of a quad
-// hold the columns of a transposed score tile.
+// Statistics of 16 rows: those of lse, then those of delta, each in the order in which the four lanes of a
+// quad hold the columns of a transposed score tile.
 struct StatisticsInQuads {
   static constexpr int kBytes = 16 * sizeof(float2), kDelta = kBytes / 2;
   __device__ static int slot(int row) { return row % 8 / 2 * 4 + row / 8 * 2 + row % 2; }
@@ -163,9 +163,8 @@ __device__ inline KeyBlock key_block(const BackwardParams& p, const TileOrder::P
   block.head_k = static_cast<int>(head_k), block.batch = static_cast<int>(batch);
   block.first_head = static_cast<int>(head_k * group);
   block.first_row = block.rows.first / C::kRows * C::kRows;
-  const int tiles = block.rows.first < block.rows.last
-                        ? (block.rows.last - block.first_row + C::kRows - 1) / C::kRows
-                        : 0;
+  const int tiles =
+      block.rows.first < block.rows.last ? (block.rows.last - block.first_row + C::kRows - 1) / C::kRows : 0;
   block.steps = block.key < block.k_allotted ? tiles * static_cast<int>(group) : -1;
   return block;
 }
@@ -362,14 +361,16 @@ struct QuerySums {
     const Step& step = shared.step(number);
     const int block = (Shared::kSplitRows ? warpgroup * 4 : 0) + warp;
     const bool counts = block * 16 < step.rows_left;
-    float* sums = step.sums + (block * Workspace::kColumnBlocks + (Shared::kSplitRows ? 0 : warpgroup * kBlocks)) *
-                                  Workspace::kBlock;
+    float* sums =
+        step.sums + (block * Workspace::kColumnBlocks + (Shared::kSplitRows ? 0 : warpgroup * kBlocks)) *
+                        Workspace::kBlock;
     if (!C::kBulkSums) {
       if (deterministic) wait_for_turn(number);
       if (counts)
 #pragma unroll
         for (int j = 0; j < kBlocks; ++j)
-          ptx::red_add_warp(sums + j * Workspace::kBlock, lane, {dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]});
+          ptx::red_add_warp(sums + j * Workspace::kBlock, lane,
+                            {dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]});
       return;
     }
     const uint32_t place = shared.sums(warpgroup * 4 + warp);
@@ -533,9 +534,10 @@ __device__ inline void differentiate(const Backward& f, const BackwardShared<C>&
     ptx::mbarrier_wait(shared.ds_empty(place.stage), place.parity ^ 1);
 #pragma unroll
     for (int k = 0; k < C::kRows / 16; ++k)
-      ptx::stmatrix_x4_trans(shared.ds(place.stage).chunk(k * 16 + lane / 16 * 8 + lane % 8,
-                                                          warpgroup * 8 + warp * 2 + lane / 8 % 2),
-                             ds_operand[k][0], ds_operand[k][1], ds_operand[k][2], ds_operand[k][3]);
+      ptx::stmatrix_x4_trans(
+          shared.ds(place.stage)
+              .chunk(k * 16 + lane / 16 * 8 + lane % 8, warpgroup * 8 + warp * 2 + lane / 8 % 2),
+          ds_operand[k][0], ds_operand[k][1], ds_operand[k][2], ds_operand[k][3]);
     ptx::fence_proxy_async();
     __syncwarp();
     arrive(shared.ds_full(place.stage));

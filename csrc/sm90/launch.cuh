@@ -194,8 +194,8 @@ int launch_backward(const BackwardParams& p, void* stream) {
       if (!error) error = make_map<C>(f.dout, p.dout, p.head_dim_v, 1, q_rows, p.heads_q, batch_q, C::kRows);
     }
     if (error) return error;
-    return launch_kernel(backward_kernel<C>, blocks, BackwardShared<C>::kThreads, BackwardShared<C>::kBytes, f,
-                         cuda_stream);
+    return launch_kernel(backward_kernel<C>, blocks, BackwardShared<C>::kThreads, BackwardShared<C>::kBytes,
+                         f, cuda_stream);
   });
 }
 

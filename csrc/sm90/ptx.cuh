@@ -31,7 +31,8 @@ __device__ inline void mbarrier_arrive_expect_tx(uint32_t barrier, uint32_t byte
 
 // The phase ends only after `bytes` more have been copied.
 __device__ inline void mbarrier_expect_tx(uint32_t barrier, uint32_t bytes) {
-  asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+  asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(bytes)
+               : "memory");
 }
 
 // Returns when the phase of this parity has ended.
@@ -95,8 +96,8 @@ __device__ inline void cp_async_bulk_load(uint32_t to, const void* from, uint32_
 
 // Adds contiguous floats from shared memory to those in global memory.
 __device__ inline void cp_reduce_async_bulk_add(float* to, uint32_t from, uint32_t bytes) {
-  asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(to), "r"(from),
-               "r"(bytes)
+  asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(to),
+               "r"(from), "r"(bytes)
                : "memory");
 }
 

@@ -116,8 +116,8 @@ void stmatrix(uint32_t to, const uint32_t (&x)[4], Site site) {
       for (int lane = 0; lane < emulator::kWarpSize; ++lane)
         for (int e = 0; e < 2; ++e) {
           const int row = lane / 4, column = lane % 4 * 2 + e;
-          const uint32_t place = transposed ? lanes[8 * i + column]->to + row * 2
-                                            : lanes[8 * i + row]->to + column * 2;
+          const uint32_t place =
+              transposed ? lanes[8 * i + column]->to + row * 2 : lanes[8 * i + row]->to + column * 2;
           st_shared(place, static_cast<uint16_t>(lanes[lane]->x[i] >> 16 * e), site);
         }
   });

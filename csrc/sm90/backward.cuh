@@ -655,11 +655,14 @@ __global__ void __launch_bounds__(BackwardShared<C>::kThreads, 1)
   }
   __syncthreads();  // the block is described, and its barriers are there
   if (shared.block().steps < 0) return;
+  // What the block is launched with, 168 a thread, is divided again.
+  constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
+  static_assert(kProducerRegisters + 2 * kConsumerRegisters == 3 * 168);
   if (warpgroup == 0) {
-    ptx::setmaxnreg_dec<32>();
+    ptx::setmaxnreg_dec<kProducerRegisters>();
     if (threadIdx.x < 32 && shared.block().steps > 0) produce_tiles<C>(f, shared, threadIdx.x);
   } else {
-    ptx::setmaxnreg_inc<240>();
+    ptx::setmaxnreg_inc<kConsumerRegisters>();
     differentiate<C>(f, shared, warpgroup - 1, ptx::recomputed(threadIdx.x % 128));
   }
 }

@@ -239,7 +239,8 @@ class HopperForward(Hopper):
 
 @dataclass(frozen=True)
 class HopperBackward(Hopper):
-    """A backward of it: two warpgroups compute, each for 64 keys of the tile."""
+    """A backward of it: two warpgroups compute, each for 64 keys of the tile; when that has no more than 64
+    keys, one dV and dQ and the other one dK."""
 
     rows: int  # of queries, in a tile: 64 or 128
     query_stages: int  # tiles in flight
@@ -249,7 +250,9 @@ class HopperBackward(Hopper):
 
     @property
     def query_columns(self) -> int:
-        """Columns of dQ that a warpgroup computes of 64 rows."""
+        """Columns of dQ that a warpgroup computes at once."""
+        if self.keys == 64:
+            return 64
         return self.head_dim // 2 if self.rows == 64 else self.head_dim
 
     def unit(self) -> str:
@@ -462,6 +465,9 @@ _SM90_BACKWARD = (
     ("backward", 64, 64, _MANY, 128, 128, 2, 2, 2, True),
     ("backward", 96, 96, _MANY, 128, 64, 2, 2, 3, True),
     ("backward", 128, 128, _MANY, 128, 64, 2, 2, 4, True),
+    ("backward", 192, 128, _MANY, 64, 64, 2, 2, 0, False),
+    ("backward", 192, 192, _MANY, 64, 64, 2, 2, 0, False),
+    ("backward", 256, 256, _MANY, 64, 64, 2, 2, 0, False),
 )
 _MMA = {"sm80": (_SM80_TILES, ("bfloat16", "float16")), "sm75": (_SM75_TILES, ("float16",))}
 _SIMT_OPS = ("forward", "backward")

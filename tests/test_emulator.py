@@ -108,8 +108,8 @@ FAULTS = {  # name: rows, file, text, the text that replaces it
         "ptx::mbarrier_wait(shared.q_empty(q.stage), q.parity ^ 1);", ""),
     "dS of one warpgroup": (
         HOPPER_BACKWARD, "sm90/backward.cuh",
-        "ptx::mbarrier_wait(shared.ds_full(place.stage), place.parity);\n    multiply_dq<C>(dq, shared", "{}\n"
-        "    multiply_dq<C>(dq, shared"),
+        "ptx::mbarrier_wait(shared.ds_full(place.stage), place.parity);\n    multiply_dq<C>(dq, shared",
+        "{}\n    multiply_dq<C>(dq, shared"),
     "dS written over the last one": (
         HOPPER_BACKWARD, "sm90/backward_block.cuh",
         "ptx::mbarrier_wait(shared.ds_empty(place.stage), place.parity ^ 1);", ""),

@@ -152,8 +152,10 @@ __device__ inline void differentiate_values(const Backward& f, const BackwardSha
     arrive(shared.q_empty(ring_at<C::kQueryStages>(step).stage));
     round_operand<C>(p_operand, s);
   };
-  // dQ of a step in parts, two in flight; after the last one `next` starts another product.
-  const auto multiply_queries = [&](int step, auto next) {
+  // dQ of a step in parts, two in flight, and behind the last one scores, if any come after those of the next
+  // step, which are there.
+  const auto multiply_queries = [&](int step, auto more) {
+    constexpr bool kMore = decltype(more)::value;
     const auto place = ring_at<Shared::kScoreStages>(step);
     if (step >= 0) ptx::mbarrier_wait(shared.ds_full(place.stage), place.parity);
     multiply_dq<C>(dq[0], shared, step, 0, shared.k_columns(0));
@@ -161,9 +163,12 @@ __device__ inline void differentiate_values(const Backward& f, const BackwardSha
     for (int part = 0; part < kParts; ++part) {
       if (part + 1 < kParts)
         multiply_dq<C>(dq[(part + 1) % 2], shared, step, 0, shared.k_columns(part + 1));
+      else if (kMore)
+        multiply_scores(step + 2);
+      if (part + 1 < kParts || kMore)
+        ptx::wgmma_wait_group<1>();
       else
-        next();
-      ptx::wgmma_wait_group<1>();
+        ptx::wgmma_wait_group<0>();
       ptx::written_by_wgmma(dq[part % 2]);
       if (step < 0) continue;
       if (part + 1 == kParts) arrive(shared.ds_empty(place.stage));
@@ -176,16 +181,11 @@ __device__ inline void differentiate_values(const Backward& f, const BackwardSha
     ptx::mbarrier_wait(shared.dout_full(dout.stage), dout.parity);
     ptx::wgmma_fence();
     add_product<C>(dv, p_operand, shared.dout(dout.stage));
-    multiply_queries(step - 1, [&] {
-      if constexpr (kIsLast)
-        ptx::wgmma_commit_group();
-      else
-        multiply_scores(step + 1);
-    });
+    multiply_queries(step - 1, std::bool_constant<!kIsLast>{});
     ptx::written_by_wgmma(dv);
     arrive(shared.dout_empty(dout.stage));
-    ptx::wgmma_wait_group<0>();
     if constexpr (!kIsLast) {
+      ptx::wgmma_wait_group<0>();
       ptx::written_by_wgmma(s);
       weigh_scores(step + 1);
     }
@@ -200,7 +200,7 @@ __device__ inline void differentiate_values(const Backward& f, const BackwardSha
 #pragma unroll 1
     for (int step = 0; step < steps - 1; ++step) iterate(step, std::false_type{});
     iterate(steps - 1, std::true_type{});
-    multiply_queries(steps - 1, [] { ptx::wgmma_commit_group(); });
+    multiply_queries(steps - 1, std::false_type{});
     sums.finish(steps);
     ptx::bar_sync(kAllGroupsBarrier, 256);  // the other one has read V, and this one K
   }

@@ -1,18 +1,18 @@
 // Backward attention on Hopper (sm_90a).
 //   P = exp(S - lse), dP = dO V^T, dS = P (dP - delta), dV = P^T dO, dK = scale dS^T Q, dQ = scale dS K.
-//   One block owns kKeys keys of one KV head, 64 for each of two warpgroups, and goes through the tiles of
-//   kRows queries that see them, of every head of the group.  Scores are transposed, keys by queries: S^T =
-//   K Q^T and dP^T = V dO^T end in registers as the operands of dV += P^T dO and dK += dS^T Q, which stay in
-//   registers too.  dS goes through shared memory, because dQ needs the keys of both warpgroups; dQ is added
-//   up in a float workspace.  The warpgroups take turns: one computes P and dS while the tensor cores work
-//   for the other.
+//   One block owns kKeys keys of one KV head and goes through the tiles of kRows queries that see them, of
+//   every head of the group.  Scores are transposed, keys by queries: S^T = K Q^T and dP^T = V dO^T end in
+//   registers as the operands of dV += P^T dO and dK += dS^T Q, which stay in registers too.  dS goes through
+//   shared memory, because dQ needs all keys of the block; dQ is added up in a float workspace.
+//   Two warpgroups have 64 keys each and take turns: one computes P and dS while the tensor cores work for
+//   the other.  Of wide heads a block owns 64 keys, and one warpgroup computes dV and dQ, the other one dK.
 #pragma once
 
 #include "sm90/backward_block.cuh"
 
 namespace flashattn::sm90 {
 
-// What a warpgroup does when both have 64 keys each.
+// What a warpgroup does when each has 64 keys.
 template <class C>
 __device__ inline void differentiate_keys(const Backward& f, const BackwardShared<C>& shared, int warpgroup,
                                           int thread) {
@@ -126,7 +126,7 @@ __device__ inline void differentiate_keys(const Backward& f, const BackwardShare
   store_keys<C>(f, shared, dk, warpgroup, thread);
 }
 
-// Wide heads: 64 keys for both warpgroups.  The first one computes dV and dQ,
+// What the first warpgroup does when both have the same 64 keys: P, dV and dQ.
 template <class C>
 __device__ inline void differentiate_values(const Backward& f, const BackwardShared<C>& shared, int thread) {
   using Shared = BackwardShared<C>;
@@ -207,7 +207,7 @@ __device__ inline void differentiate_values(const Backward& f, const BackwardSha
   store_values<C>(f, shared, dv, 0, thread);
 }
 
-// and the second one dS and dK.
+// What the second one does: P, dS and dK.
 template <class C>
 __device__ inline void differentiate_products(const Backward& f, const BackwardShared<C>& shared,
                                               int thread) {
@@ -274,11 +274,9 @@ template <class C>
 __global__ void __launch_bounds__(BackwardShared<C>::kThreads, 1)
     backward_kernel(const __grid_constant__ Backward f) {
   const BackwardShared<C> shared;
-  const TileOrder order = backward_tiles<C>(f.p);
-  if (block_index() >= order.count()) return;
   const int warpgroup = __shfl_sync(0xFFFFFFFFu, threadIdx.x / 128, 0);
   if (threadIdx.x == 0) {
-    shared.block() = key_block<C>(f.p, order.place(block_index()));
+    shared.block() = key_block<C>(f.p, f.order);
     shared.init_barriers();
     ptx::prefetch_tensormap(&f.q);
     ptx::prefetch_tensormap(&f.dout);

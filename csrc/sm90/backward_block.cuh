@@ -3,14 +3,33 @@
 #pragma once
 
 #include "any/backward_rows.cuh"
-#include "common/scheduler.h"
 #include "sm90/forward.cuh"
 
 namespace flashattn::sm90 {
 
+// Which keys of which KV head a block owns: TileOrder (common/scheduler.h), divided by numbers that the host
+// knows.  The first keys of a head, which most queries see when causal, are its tile 0.
+struct KeyOrder {
+  Divisor section, tiles_of_section;  // KV heads whose tiles are mixed
+  Divisor heads;                      // of a sequence
+  int all_heads, group;               // group: query heads of a KV head
+
+  struct Place {
+    int head, tile;
+  };
+  __device__ Place place(unsigned block) const {
+    const unsigned index = tiles_of_section.divide(block), first = index * section.value,
+                   members = min(section.value, all_heads - first),
+                   rest = block - index * tiles_of_section.value;
+    const unsigned tile = members == section.value ? section.divide(rest) : rest / members;
+    return {static_cast<int>(first + rest - tile * members), static_cast<int>(tile)};
+  }
+};
+
 struct Backward {
   CUtensorMap q, dout, k, v, dk, dv;  // as in Forward
   BackwardParams p;
+  KeyOrder order;
 };
 
 // What a block works on.
@@ -134,36 +153,24 @@ struct BackwardShared {
 constexpr uint32_t kInfinityBits = 0x7F800000;
 constexpr int kAllGroupsBarrier = 3;  // both warpgroups; the others are those of the forward
 
-// The first keys of a head, which most queries see when causal, are its tile 0.  Heads of a section share
-// the L2 cache: of each query Q, dO and the sums of dQ.
 template <class C>
-FLASHATTN_HD TileOrder backward_tiles(const BackwardParams& p) {
-  constexpr int64_t kCache = 36 << 20;
-  TileOrder order((p.seqlen_k.rows + C::kKeys - 1) / C::kKeys, p.heads_k * p.batch);
-  const int64_t bytes =
-      p.seqlen_q.rows * (p.heads_q / p.heads_k) * (C::kHeadDim * 2 + C::kHeadDimV * 2 + C::kHeadDim * 4);
-  order.section = clamp(kCache / (bytes > 0 ? bytes : 1), 1, p.heads_k * p.batch);
-  return order;
-}
-
-template <class C>
-__device__ inline KeyBlock key_block(const BackwardParams& p, const TileOrder::Place& place) {
-  const int64_t batch = place.head / p.heads_k, head_k = place.head % p.heads_k,
-                group = p.heads_q / p.heads_k;
+__device__ inline KeyBlock key_block(const BackwardParams& p, const KeyOrder& order) {
+  const KeyOrder::Place place = order.place(blockIdx.x);
+  const int batch = static_cast<int>(order.heads.divide(place.head)),
+            head_k = place.head - batch * static_cast<int>(order.heads.value);
   const Sequence q = sequence(p.seqlen_q, batch), k = sequence(p.seqlen_k, batch);
   KeyBlock block;
   block.visible = {q.length, k.length, p.score.window_left, p.score.window_right};
-  block.key = static_cast<int>(place.tile) * C::kKeys;
+  block.key = place.tile * C::kKeys;
   block.rows = block.visible.rows(block.key, block.key + C::kKeys);
   block.whole = block.visible.rows_of_all(block.key, block.key + C::kKeys);
   block.k_first = static_cast<int>(k.first), block.k_allotted = static_cast<int>(k.allotted);
   block.q_first = static_cast<int>(q.first);
-  block.head_k = static_cast<int>(head_k), block.batch = static_cast<int>(batch);
-  block.first_head = static_cast<int>(head_k * group);
+  block.head_k = head_k, block.batch = batch, block.first_head = head_k * order.group;
   block.first_row = block.rows.first / C::kRows * C::kRows;
   const int tiles =
       block.rows.first < block.rows.last ? (block.rows.last - block.first_row + C::kRows - 1) / C::kRows : 0;
-  block.steps = block.key < block.k_allotted ? tiles * static_cast<int>(group) : -1;
+  block.steps = block.key < block.k_allotted ? tiles * order.group : -1;
   return block;
 }
 

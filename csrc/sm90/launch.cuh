@@ -168,14 +168,34 @@ Workspace backward_workspace(const BackwardParams& p) {
   return workspace;
 }
 
+// Heads of a section share the L2 cache: of each query Q, dO and the sums of dQ.
+template <class C>
+KeyOrder key_order(const BackwardParams& p) {
+  constexpr int64_t kCache = 36 << 20;
+  constexpr int kQueryBytes = C::kHeadDim * 2 + C::kHeadDimV * 2 + C::kHeadDim * 4;
+  const int64_t tiles = (p.seqlen_k.rows + C::kKeys - 1) / C::kKeys, heads = p.heads_k * p.batch,
+                group = p.heads_q / p.heads_k,
+                section =
+                    clamp(kCache / std::max<int64_t>(1, p.seqlen_q.rows * group * kQueryBytes), 1, heads);
+  KeyOrder order{};
+  order.all_heads = static_cast<int>(heads);
+  order.group = static_cast<int>(group);
+  order.section = Divisor(static_cast<unsigned>(section));
+  order.tiles_of_section = Divisor(static_cast<unsigned>(section * tiles));
+  order.heads = Divisor(static_cast<unsigned>(p.heads_k));
+  return order;
+}
+
 template <class C>
 int launch_backward(const BackwardParams& p, void* stream) {
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
   return launch_backward_rows<C, StatisticsInQuads>(p, cuda_stream, [&]() -> int {
-    const int64_t blocks = backward_tiles<C>(p).count();
+    const int64_t blocks = (p.seqlen_k.rows + C::kKeys - 1) / C::kKeys * p.heads_k * p.batch;
     if (blocks == 0) return cudaSuccess;
+    if (blocks > INT_MAX) return cudaErrorInvalidValue;
     Backward f{};
     f.p = p;
+    f.order = key_order<C>(p);
     const bool packed_q = p.seqlen_q.cu, packed_k = p.seqlen_k.cu;
     const int64_t q_rows = packed_q ? p.seqlen_q.total : p.seqlen_q.rows,
                   k_rows = packed_k ? p.seqlen_k.total : p.seqlen_k.rows;

@@ -47,6 +47,21 @@ struct BackwardWorkspace {
 
 constexpr int kSmallThreads = 256;  // of the kernels before and after
 
+// Where the index-th block of 16 rows lies: no memory holds the sums of 2^32.
+struct BlockOfRows {
+  unsigned batch, head;
+  int row;
+
+  __device__ BlockOfRows(const BackwardParams& p, unsigned index) {
+    const auto row_blocks = static_cast<unsigned>((p.seqlen_q.rows + 15) / 16),
+               heads = static_cast<unsigned>(p.heads_q);
+    const unsigned of_head = index / row_blocks;
+    row = static_cast<int>(index - of_head * row_blocks) * 16;
+    batch = of_head / heads;
+    head = of_head - batch * heads;
+  }
+};
+
 // Statistics row after row.
 struct StatisticsInRows {
   __device__ static void store(float2* block, int row, float2 x) { block[row] = x; }
@@ -64,9 +79,9 @@ __global__ void __launch_bounds__(kSmallThreads) prepare_rows(const __grid_const
   static_assert(kSmallThreads == 16 * 16, "16 rows, 16 lanes each");
   using Workspace = BackwardWorkspace<C>;
   if (block_index() >= prepare_blocks<C>(p)) return;
-  const int64_t row_blocks = (p.seqlen_q.rows + 15) / 16, index = block_index() / row_blocks;
-  const int first_row = static_cast<int>(block_index() % row_blocks) * 16, lane = threadIdx.x % 16;
-  const View view(p, index / p.heads_q, index % p.heads_q);
+  const BlockOfRows place(p, static_cast<unsigned>(block_index()));
+  const int first_row = place.row, lane = threadIdx.x % 16;
+  const View view(p, place.batch, place.head);
   if (first_row >= view.q.length) return;
   const int64_t query = first_row + threadIdx.x / 16;
   const bool exists = query < view.q.length;
@@ -117,12 +132,12 @@ __global__ void __launch_bounds__(kSmallThreads) finish_queries(const __grid_con
   using Workspace = BackwardWorkspace<C>;
   const int64_t unit = block_index() * kSmallThreads + threadIdx.x;
   const int column_block = static_cast<int>(unit % Workspace::kColumnBlocks);
-  const int64_t octet = unit / Workspace::kColumnBlocks, row_blocks = (p.seqlen_q.rows + 15) / 16;
-  const int64_t index = octet / 8 / row_blocks;
-  const int row = static_cast<int>(octet / 8 % row_blocks) * 16, top = static_cast<int>(octet % 8);
+  const int64_t octet = unit / Workspace::kColumnBlocks;
+  const BlockOfRows place(p, static_cast<unsigned>(octet / 8));
+  const int row = place.row, top = static_cast<int>(octet % 8);
   const int columns = static_cast<int>(p.head_dim) - column_block * 8;
-  if (index / p.heads_q >= p.batch || columns <= 0) return;
-  const View view(p, index / p.heads_q, index % p.heads_q);
+  if (place.batch >= p.batch || columns <= 0) return;
+  const View view(p, place.batch, place.head);
   const Workspace workspace(p);
   const float* sums = workspace.sums + ((workspace.start(p, view.batch, view.head, view.q.first) + row / 16) *
                                             Workspace::kColumnBlocks +

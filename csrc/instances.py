@@ -193,6 +193,30 @@ class Hopper(TensorCores):
 
     serves: tuple[str, ...]  # of NEEDS
     keys: int  # in a tile
+
+    @property
+    def machines(self) -> tuple[str, ...]:
+        return (f"compute capability {self.level / 10}",)
+
+    @property
+    def name(self) -> str:
+        return self.name_with(("" if "many_queries" in self.serves else "_few")
+                              + ("_general" if "softcap" in self.serves else ""))
+
+    def unit_for(self, widths: set[int], integers: dict[str, int], flags: dict[str, bool]) -> str:
+        """The unit, with wgmma of these widths."""
+        wrappers = "".join(wgmma(DTYPES[self.dtype], n) for n in sorted(widths))
+        before = ('#include "sm90/wgmma.cuh"\n\n'
+                  f"namespace flashattn::sm90 {{\n{wrappers}}}  // namespace flashattn::sm90\n\n")
+        return self.unit_with("sm90", {
+            "HeadDim": self.head_dim, "HeadDimV": self.head_dim_v, "Rows": self.rows, "Keys": self.keys,
+            **integers}, {**flags, "General": "softcap" in self.serves}, before)
+
+
+@dataclass(frozen=True)
+class HopperForward(Hopper):
+    """A forward of it."""
+
     warpgroups: int  # that compute, each 64 rows of the tile
     blocks: int  # that share a multiprocessor
     query_stages: int  # tiles in flight
@@ -206,25 +230,35 @@ class Hopper(TensorCores):
         """Of queries, in a tile."""
         return 64 * self.warpgroups
 
-    @property
-    def machines(self) -> tuple[str, ...]:
-        return (f"compute capability {self.level / 10}",)
-
-    @property
-    def name(self) -> str:
-        return self.name_with(("" if "many_queries" in self.serves else "_few")
-                              + ("_general" if "softcap" in self.serves else ""))
-
     def unit(self) -> str:
-        wrappers = "".join(wgmma(DTYPES[self.dtype], n) for n in sorted({self.keys, self.head_dim_v}))
-        before = ('#include "sm90/wgmma.cuh"\n\n'
-                  f"namespace flashattn::sm90 {{\n{wrappers}}}  // namespace flashattn::sm90\n\n")
-        return self.unit_with("sm90", {
-            "HeadDim": self.head_dim, "HeadDimV": self.head_dim_v, "Rows": self.rows, "Keys": self.keys,
+        return self.unit_for({self.keys, self.head_dim_v}, {
             "Warpgroups": self.warpgroups, "Blocks": self.blocks, "QueryStages": self.query_stages,
             "KeyStages": self.key_stages, "ValueStages": self.value_stages}, {
-            "QueriesInRegisters": self.queries_in_registers, "Turns": self.turns,
-            "General": "softcap" in self.serves}, before)
+            "QueriesInRegisters": self.queries_in_registers, "Turns": self.turns})
+
+
+@dataclass(frozen=True)
+class HopperBackward(Hopper):
+    """A backward of it: two warpgroups compute, each for 64 keys of the tile; when that has no more than 64
+    keys, one dV and dQ and the other one dK."""
+
+    rows: int  # of queries, in a tile: 64 or 128
+    query_stages: int  # tiles in flight
+    dout_stages: int
+    steps_in_turn: int  # of the product dO V^T, 16 deep each, before the other warpgroup's turn
+    bulk_sums: bool  # dQ is added by the copy engine, otherwise by the threads
+
+    @property
+    def query_columns(self) -> int:
+        """Columns of dQ that a warpgroup computes at once."""
+        if self.keys == 64:
+            return 64
+        return self.head_dim // 2 if self.rows == 64 else self.head_dim
+
+    def unit(self) -> str:
+        return self.unit_for({self.rows, self.head_dim, self.head_dim_v, self.query_columns}, {
+            "QueryStages": self.query_stages, "DOutStages": self.dout_stages,
+            "StepsInTurn": self.steps_in_turn}, {"BulkSums": self.bulk_sums})
 
 
 def wgmma(dtype: str, n: int) -> str:
@@ -238,10 +272,11 @@ def wgmma(dtype: str, n: int) -> str:
              f'wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{dtype}.{dtype} {{{results}}}, ')
     return f"""template <>
 struct Wgmma<DType::{dtype}, {n}> {{
+  template <int rows = 0>
   __device__ static void ss(float (&d)[{count}], uint64_t a, uint64_t b, int add) {{
-    {begin}%{count + 1}, %{count + 2}, add, 1, 1, 0, 0; }}"
+    {begin}%{count + 1}, %{count + 2}, add, 1, 1, 0, %{count + 3}; }}"
                  : {outputs}
-                 : "r"(add), "l"(a), "l"(b));
+                 : "r"(add), "l"(a), "l"(b), "n"(rows));
   }}
   template <int rows>
   __device__ static void rs(float (&d)[{count}], const uint32_t (&a)[4], uint64_t b, int add) {{
@@ -412,7 +447,7 @@ _MANY = (*_FEW, "many_queries")
 _SCORES = (*_MANY, "softcap", "alibi")
 # op, head dims (D, Dv), serves, keys in a tile, warpgroups, blocks, stages of q, k and v,
 # q in registers, turns.
-_SM90_TILES = (
+_SM90_FORWARD = (
     ("forward", 64, 64, _FEW, 64, 1, 3, 2, 2, 2, False, False),
     ("forward", 64, 64, _MANY, 128, 3, 1, 2, 2, 2, False, True),
     ("forward", 80, 80, _MANY, 128, 2, 1, 2, 2, 2, True, True),
@@ -425,13 +460,23 @@ _SM90_TILES = (
     ("forward", 128, 128, _SCORES, 128, 2, 1, 2, 2, 2, False, True),
     ("forward", 256, 256, _SCORES, 48, 2, 1, 1, 3, 2, False, True),
 )
+# op, head dims (D, Dv), serves, keys and rows in a tile, stages of q and dout, steps in a turn, bulk sums.
+_SM90_BACKWARD = (
+    ("backward", 64, 64, _MANY, 128, 128, 2, 2, 2, True),
+    ("backward", 96, 96, _MANY, 128, 64, 2, 2, 3, True),
+    ("backward", 128, 128, _MANY, 128, 64, 2, 2, 4, True),
+    ("backward", 192, 128, _MANY, 64, 64, 2, 2, 0, False),
+    ("backward", 192, 192, _MANY, 64, 64, 2, 2, 0, False),
+    ("backward", 256, 256, _MANY, 64, 64, 2, 2, 0, False),
+)
 _MMA = {"sm80": (_SM80_TILES, ("bfloat16", "float16")), "sm75": (_SM75_TILES, ("float16",))}
 _SIMT_OPS = ("forward", "backward")
 
 
 def _hopper() -> list:
-    return [Hopper(op, "sm90", dtype, *tile)
-            for op, *tile in _SM90_TILES for dtype in ("bfloat16", "float16")]
+    return [kind(op, "sm90", dtype, *tile)
+            for kind, tiles in ((HopperForward, _SM90_FORWARD), (HopperBackward, _SM90_BACKWARD))
+            for op, *tile in tiles for dtype in ("bfloat16", "float16")]
 
 
 def _cuda(family: str) -> list:

@@ -95,8 +95,10 @@ def compile_row(nvcc: str, flags: list[str], row, arch: str) -> list[Kernel]:
 def least_instructions(row) -> dict[str, int]:
     """Of the main kernel of a tensor-core row: multiplications of a warp for one tile of scores, (rows, keys)
     times each head dim, and what brings the tiles."""
-    if row.module == "sm90":  # Q K^T and P V of a warpgroup, 16 deep
-        return {"HGMMA": (row.head_dim + row.keys) // 16, "UTMALDG": 1}
+    if row.module == "sm90":  # of a warpgroup, 16 deep: Q K^T and P V; S, dP, dQ, dK and dV
+        depth = {"forward": row.head_dim + row.keys,
+                 "backward": row.head_dim + row.head_dim_v + row.keys + 2 * row.rows}[row.op]
+        return {"HGMMA": depth // 16, "UTMALDG": 1}
     if not hasattr(row, "warps"):
         return {}
     of_q, of_v = {"forward": (1, 1), "backward": (3, 2)}[row.op]

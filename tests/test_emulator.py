@@ -26,7 +26,7 @@ def narrowest_rows() -> list[str]:
         kind = re.match(r"(for|back)ward_(sm80_f32|sm80_bf16|sm75_f16_d|sm90_bf16)", row.name)
         if kind:
             first.setdefault((kind[0], row.name.partition("_d")[0], "softcap" in row.serves,
-                              getattr(row, "warpgroups", 0)), row.name)
+                              getattr(row, "warpgroups", 0), hasattr(row, "bulk_sums") and row.keys), row.name)
     return list(first.values())
 
 
@@ -53,6 +53,8 @@ def test_every_instruction_is_emulated():
 
 FORWARD, BACKWARD = (rf"{op}_sm80_bf16_d64_\d+x\d+" for op in ("forward", "backward"))
 HOPPER = "forward_sm90_bf16_d64_192x128"
+WIDE_BACKWARD = r"backward_sm90_bf16_d192v128_\d+x\d+"
+HOPPER_BACKWARD = r"backward_sm90_bf16_d128_\d+x\d+"
 FAULTS = {  # name: rows, file, text, the text that replaces it
     "no barrier before K": (
         FORWARD, "mma/forward.cuh", "__syncthreads();  // K has landed for all warps; all have read", "//"),
@@ -83,7 +85,8 @@ FAULTS = {  # name: rows, file, text, the text that replaces it
     "a row too few": (
         BACKWARD, "common/mask.h", "low = key - last_offset + 1", "low = key - last_offset + 2"),
     "delta of half a row": (
-        BACKWARD, "mma/backward.cuh", "lanes > 0; lanes /= 2) delta +=", "lanes > 1; lanes /= 2) delta +="),
+        BACKWARD, "any/backward_rows.cuh", "lanes > 0; lanes /= 2) delta +=",
+        "lanes > 1; lanes /= 2) delta +="),
     "nobody's turn": (BACKWARD, "mma/backward.cuh", "ptx::red_add_release(counter, 1);", "{}"),
     "no barrier before the panels": (
         "forward_sm80_f32_simt", "any/simt_tile.cuh", "__syncthreads();  // both panels are complete", ""),
@@ -100,6 +103,34 @@ FAULTS = {  # name: rows, file, text, the text that replaces it
         HOPPER, "sm90/forward.cuh", "if (first > 0 || last < C::kKeys)", "if (first > last)"),
     "swizzle of four rows": (
         HOPPER, "sm90/wgmma.cuh", "(index % 8 ^ (row & 7)) << 4", "(index % 8 ^ (row & 3)) << 4"),
+    "Q of the step after": (
+        HOPPER_BACKWARD, "sm90/backward_block.cuh",
+        "ptx::mbarrier_wait(shared.q_empty(q.stage), q.parity ^ 1);", ""),
+    "dS of one warpgroup": (
+        HOPPER_BACKWARD, "sm90/backward.cuh",
+        "ptx::mbarrier_wait(shared.ds_full(place.stage), place.parity);\n    multiply_dq<C>(dq, shared",
+        "{}\n    multiply_dq<C>(dq, shared"),
+    "dS written over the last one": (
+        HOPPER_BACKWARD, "sm90/backward_block.cuh",
+        "ptx::mbarrier_wait(shared.ds_empty(place.stage), place.parity ^ 1);", ""),
+    "dK written over K of the other warpgroup": (
+        HOPPER_BACKWARD, "sm90/backward.cuh", "ptx::bar_sync(kAllGroupsBarrier, 256);  // both", "//"),
+    "the last turn that is not passed": (
+        HOPPER_BACKWARD, "sm90/backward.cuh", "if (warpgroup == 0) pass_turn();", ""),
+    "NaN in Q past a sequence's end": (
+        HOPPER_BACKWARD, "sm90/backward_block.cuh",
+        "clear_rows_outside<C::kRows>(shared.q(q.stage), first, last, lane);", "ptx::fence_proxy_async();"),
+    "NaN in keys past a sequence's end": (
+        HOPPER_BACKWARD, "sm90/backward_block.cuh",
+        "clear_rows_outside<C::kKeys>(shared.v(), first_key, last_key, lane);", "ptx::fence_proxy_async();"),
+    "statistics of another column": (
+        HOPPER_BACKWARD, "sm90/backward_block.cuh", "row % 8 / 2 * 4 + row / 8 * 2 + row % 2",
+        "row % 8 / 2 * 4 + row % 2 * 2 + row / 8"),
+    "dV written over V of the other warpgroup": (
+        WIDE_BACKWARD, "sm90/backward.cuh",
+        "ptx::bar_sync(kAllGroupsBarrier, 256);  // the other one has read V", "//"),
+    "sums for which nobody's turn comes": (
+        HOPPER_BACKWARD, "sm90/backward_block.cuh", "if (deterministic) pass_on(steps - 1);", ""),
     "out of turn": (  # float16 shows more of the sums' last bits
         BACKWARD.replace("bf16", "f16"), "mma/backward.cuh", "if (p.deterministic) turn.wait();", ""),
 }

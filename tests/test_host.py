@@ -172,8 +172,10 @@ def test_what_a_hopper_kernel_knows_of_itself(row):
     unit = row.unit()
     assert set(row.serves) <= set(TABLE.NEEDS) and ("softcap" in row.serves) == ("alibi" in row.serves)
     assert f"kGeneral = {str('softcap' in row.serves).lower()}" in unit
-    assert f"kRows = {64 * row.warpgroups}, kKeys = {row.keys}," in unit and row.keys % 16 == 0
-    assert all(f"Wgmma<DType::{TABLE.DTYPES[row.dtype]}, {n}>" in unit for n in (row.keys, row.head_dim_v))
+    assert f"kRows = {row.rows}, kKeys = {row.keys}," in unit and row.keys % 16 == row.rows % 64 == 0
+    widths = {"forward": (row.keys, row.head_dim_v), "backward": (row.rows, row.head_dim, row.head_dim_v)}
+    assert row.op == "forward" or f"kBulkSums = {str(row.bulk_sums).lower()}" in unit
+    assert all(f"Wgmma<DType::{TABLE.DTYPES[row.dtype]}, {n}>" in unit for n in widths[row.op])
     assert ("_few" in row.name) == ("many_queries" not in row.serves) and row.machines == (
         "compute capability 9.0",)
 
@@ -396,23 +398,27 @@ def chosen(faked, *problem):
     return next(name for *key, name in faked["table"] if key == list(problem))
 
 
-@pytest.mark.parametrize(("dims", "needs", "kernel"), [
-    ((128, 128), ["many_queries"], r"sm90_bf16_d128_\d+x\d+"), ((128, 128), [], r"sm90_bf16_d128_\d+x\d+"),
-    ((64, 64), ["many_queries"], r"sm90_bf16_d64_\d+x\d+"), ((64, 64), [], r"sm90_bf16_d64_\d+x\d+_few"),
-    ((72, 72), ["many_queries"], r"sm90_bf16_d80_\d+x\d+"),
-    ((192, 128), [], r"sm90_bf16_d192v128_\d+x\d+"),
-    ((192, 192), ["many_queries"], r"sm90_bf16_d192_\d+x\d+"),
-    ((256, 256), ["many_queries"], r"sm90_bf16_d256_\d+x\d+"),
-    ((72, 72), ["softcap", "many_queries"], r"sm90_bf16_d128_\d+x\d+_general"),
-    ((64, 64), ["alibi"], r"sm90_bf16_d64_\d+x\d+_general"),
-    ((128, 128), ["bias"], r"sm80_bf16_d128_\d+x\d+_general"),
-    ((128, 128), ["alignment"], r"sm80_bf16_d128_\d+x\d+_general"),
-    ((128, 128), ["addressing"], r"sm80_bf16_d128_\d+x\d+"), ((512, 512), [], "sm80_bf16_simt"),
+@pytest.mark.parametrize(("dims", "needs", "forward", "backward"), [
+    ((128, 128), ["many_queries"], r"sm90_bf16_d128_\d+x\d+", r"sm90_bf16_d128_\d+x\d+"),
+    ((128, 128), [], r"sm90_bf16_d128_\d+x\d+", r"sm90_bf16_d128_\d+x\d+"),
+    ((64, 64), ["many_queries"], r"sm90_bf16_d64_\d+x\d+", r"sm90_bf16_d64_\d+x\d+"),
+    ((64, 64), [], r"sm90_bf16_d64_\d+x\d+_few", r"sm90_bf16_d64_\d+x\d+"),
+    ((72, 72), ["many_queries"], r"sm90_bf16_d80_\d+x\d+", r"sm90_bf16_d96_\d+x\d+"),
+    ((192, 128), [], *2 * (r"sm90_bf16_d192v128_\d+x\d+",)),
+    ((192, 192), ["many_queries"], r"sm90_bf16_d192_\d+x\d+", r"sm90_bf16_d192_\d+x\d+"),
+    ((256, 256), ["many_queries"], r"sm90_bf16_d256_\d+x\d+", r"sm90_bf16_d256_\d+x\d+"),
+    ((72, 72), ["softcap", "many_queries"], r"sm90_bf16_d128_\d+x\d+_general",
+     r"sm80_bf16_d128_\d+x\d+_general"),
+    ((64, 64), ["alibi"], r"sm90_bf16_d64_\d+x\d+_general", r"sm80_bf16_d64_\d+x\d+_general"),
+    ((128, 128), ["bias"], *2 * (r"sm80_bf16_d128_\d+x\d+_general",)),
+    ((128, 128), ["alignment"], *2 * (r"sm80_bf16_d128_\d+x\d+_general",)),
+    ((128, 128), ["addressing"], *2 * (r"sm80_bf16_d128_\d+x\d+",)),
+    ((512, 512), [], *2 * ("sm80_bf16_simt",)),
 ])
-def test_the_table_on_hopper(faked, dims, needs, kernel):
-    assert re.fullmatch(f"forward_{kernel}", chosen(faked, 90, "forward", "bfloat16", *dims, needs))
-    assert chosen(faked, 90, "forward", "float32", *dims, needs) == "forward_sm80_f32_simt"
-    assert chosen(faked, 90, "backward", "bfloat16", *dims, needs).startswith("backward_sm80_bf16")
+def test_the_table_on_hopper(faked, dims, needs, forward, backward):
+    for op, kernel in (("forward", forward), ("backward", backward)):
+        assert re.fullmatch(f"{op}_{kernel}", chosen(faked, 90, op, "bfloat16", *dims, needs))
+        assert chosen(faked, 90, op, "float32", *dims, needs) == f"{op}_sm80_f32_simt"
 
 
 def test_the_table_on_other_chips(faked):

@@ -67,6 +67,20 @@ __device__ inline float2 ld_shared_f32x2(uint32_t from) {
   return x;
 }
 
+__device__ inline float4 ld_shared_f32x4(uint32_t from) {
+  float4 x;
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
+               : "r"(from)
+               : "memory");
+  return x;
+}
+
+__device__ inline void st_shared_f32x4(uint32_t to, float4 x) {
+  asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(to), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w)
+               : "memory");
+}
+
 // Four 8x8 matrices of 16-bit elements; lane 8 i + r gives the address of row r of matrix i.
 __device__ inline void ldmatrix_x4(uint32_t (&to)[4], uint32_t from) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"

@@ -5,8 +5,8 @@
 //   The warps are a grid for each of the products: (rows, keys), (keys, columns) and (rows, columns).
 #pragma once
 
+#include "any/backward_rows.cuh"
 #include "common/scheduler.h"
-#include "common/score.cuh"
 
 namespace flashattn::mma {
 
@@ -39,40 +39,6 @@ struct BackwardTiles {
     return reinterpret_cast<uint32_t*>(shared_memory + kKept + 64) + row_warp * (C::kKeys / 2);
   }
   __device__ uint32_t statistics(int i) const { return stage(i) + Q::kBytes + DOut::kBytes; }
-};
-
-// The workspace.  Rows of a sequence start at a block of 16 of their own; what lies between two sequences is
-// never used.
-//   sums        of dQ: blocks of 16 rows and 8 columns in the order of the accumulators
-//   statistics  {log2 of the sum of weights, delta} of a row; rows that see nothing have {inf, 0}, so that
-//               their weights are 0
-//   turns       in which blocks add to a tile of dQ when the order must not vary: a counter for each tile
-template <class C>
-struct BackwardWorkspace {
-  static constexpr int kColumnBlocks = C::kHeadDim / 8, kBlock = 128;
-  int64_t row_blocks, row_tiles;  // of one head; of one head and sequence
-  float* sums;
-  float2* statistics;
-  int* turns;
-  int64_t bytes;
-
-  FLASHATTN_HD explicit BackwardWorkspace(const BackwardParams& p)
-      : row_blocks(p.seqlen_q.cu ? p.seqlen_q.total / 16 + p.batch + 1
-                                 : p.batch * ((p.seqlen_q.rows + 15) / 16)),
-        row_tiles((p.seqlen_q.rows + C::kRows - 1) / C::kRows) {
-    const int64_t blocks = p.heads_q * row_blocks;
-    sums = static_cast<float*>(p.workspace.shared);
-    statistics = reinterpret_cast<float2*>(sums + blocks * kColumnBlocks * kBlock);
-    turns = reinterpret_cast<int*>(statistics + blocks * 16);
-    const int64_t turn_count = p.deterministic ? p.batch * p.heads_q * row_tiles : 0;
-    bytes = reinterpret_cast<char*>(turns + turn_count) - static_cast<char*>(p.workspace.shared);
-  }
-
-  // Block of 16 rows where a sequence starts.
-  FLASHATTN_HD int64_t start(const BackwardParams& p, int64_t batch, int64_t head, int64_t first_row) const {
-    return head * row_blocks +
-           (p.seqlen_q.cu ? first_row / 16 + batch : batch * ((p.seqlen_q.rows + 15) / 16));
-  }
 };
 
 // The first keys of a head, which most queries see when causal, are its tile 0.
@@ -366,101 +332,6 @@ __global__ void __launch_bounds__(C::kWarps * 32, C::kMinBlocks)
                 static_cast<int>(p.head_dim), threadIdx.x, Tiles::kThreads);
   store_rows<C>(tiles.v(), count, view.template key_rows<uint16_t>(p.dv) + key * p.dv.row, p.dv.row,
                 static_cast<int>(p.head_dim_v), threadIdx.x, Tiles::kThreads);
-}
-
-constexpr int kSmallThreads = 256;  // of the kernels before and after
-
-// delta = rowsum(dO * O) - dlse and the statistics of 16 rows, whose sums of dQ become zero.  16 lanes share
-// a row.
-template <class C>
-FLASHATTN_HD int64_t prepare_blocks(const BackwardParams& p) {
-  return p.batch * p.heads_q * ((p.seqlen_q.rows + 15) / 16);
-}
-
-template <class C>
-__global__ void __launch_bounds__(kSmallThreads) prepare_rows(const __grid_constant__ BackwardParams p) {
-  static_assert(kSmallThreads == 16 * 16, "16 rows, 16 lanes each");
-  using Workspace = BackwardWorkspace<C>;
-  if (block_index() >= prepare_blocks<C>(p)) return;
-  const int64_t row_blocks = (p.seqlen_q.rows + 15) / 16, index = block_index() / row_blocks;
-  const int first_row = static_cast<int>(block_index() % row_blocks) * 16, lane = threadIdx.x % 16;
-  const View view(p, index / p.heads_q, index % p.heads_q);
-  if (first_row >= view.q.length) return;
-  const int64_t query = first_row + threadIdx.x / 16;
-  const bool exists = query < view.q.length;
-  const uint16_t* out = view.template query_rows<uint16_t>(p.out) + query * p.out.row;
-  const uint16_t* dout = view.template query_rows<uint16_t>(p.dout) + query * p.dout.row;
-  float delta = 0;
-#pragma unroll
-  for (int column = 0; column < C::kHeadDimV; column += 16 * kChunk) {
-    const int at = column + lane * kChunk, count = exists ? static_cast<int>(p.head_dim_v) - at : 0;
-    const uint4 a = load_chunk<C>(out + at, count), b = load_chunk<C>(dout + at, count);
-    const uint32_t pairs_a[4] = {a.x, a.y, a.z, a.w}, pairs_b[4] = {b.x, b.y, b.z, b.w};
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float2 x = ptx::cvt_unpack<C::kDType>(pairs_a[i]), y = ptx::cvt_unpack<C::kDType>(pairs_b[i]);
-      delta += x.x * y.x + x.y * y.y;
-    }
-  }
-#pragma unroll
-  for (int lanes = 8; lanes > 0; lanes /= 2) delta += __shfl_xor_sync(0xFFFFFFFFu, delta, lanes);
-
-  const Workspace workspace(p);
-  const int64_t block = workspace.start(p, view.batch, view.head, view.q.first) + first_row / 16;
-  if (lane == 0) {
-    const float lse = exists ? view.statistic(p.lse)[query * p.lse.row] : -INFINITY;
-    const bool empty = lse == -INFINITY;  // its LSE is a constant
-    if (exists && p.dlse.data) delta -= view.statistic(p.dlse)[query * p.dlse.row];
-    if (empty) delta = 0;
-    if (exists) view.statistic(p.delta)[query * p.delta.row] = delta;
-    workspace.statistics[block * 16 + threadIdx.x / 16] = {empty ? INFINITY : lse * kLog2E, delta};
-  }
-  float4* sums =
-      reinterpret_cast<float4*>(workspace.sums + block * Workspace::kColumnBlocks * Workspace::kBlock);
-  for (int i = threadIdx.x; i < Workspace::kColumnBlocks * Workspace::kBlock / 4; i += kSmallThreads)
-    sums[i] = float4{0, 0, 0, 0};
-}
-
-// dQ = scale * sums, rounded.  A thread converts 8 columns of two rows that lie 8 apart.
-template <class C>
-FLASHATTN_HD int64_t finish_blocks(const BackwardParams& p) {
-  const int64_t units =
-      p.batch * p.heads_q * ((p.seqlen_q.rows + 15) / 16) * 8 * BackwardWorkspace<C>::kColumnBlocks;
-  return (units + kSmallThreads - 1) / kSmallThreads;
-}
-
-template <class C>
-__global__ void __launch_bounds__(kSmallThreads) finish_queries(const __grid_constant__ BackwardParams p) {
-  using Workspace = BackwardWorkspace<C>;
-  const int64_t unit = block_index() * kSmallThreads + threadIdx.x;
-  const int column_block = static_cast<int>(unit % Workspace::kColumnBlocks);
-  const int64_t octet = unit / Workspace::kColumnBlocks, row_blocks = (p.seqlen_q.rows + 15) / 16;
-  const int64_t index = octet / 8 / row_blocks;
-  const int row = static_cast<int>(octet / 8 % row_blocks) * 16, top = static_cast<int>(octet % 8);
-  const int columns = static_cast<int>(p.head_dim) - column_block * 8;
-  if (index / p.heads_q >= p.batch || columns <= 0) return;
-  const View view(p, index / p.heads_q, index % p.heads_q);
-  const Workspace workspace(p);
-  const float* sums = workspace.sums + ((workspace.start(p, view.batch, view.head, view.q.first) + row / 16) *
-                                            Workspace::kColumnBlocks +
-                                        column_block) *
-                                           Workspace::kBlock;
-  const float scale = static_cast<float>(p.score.scale);
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const int query = row + top + 8 * half;
-    if (query >= view.q.allotted) break;
-    uint32_t packed[4] = {0, 0, 0, 0};  // of rows after the end
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      if (query >= view.q.length) break;
-      const float low = sums[ptx::red_add_slot(top * 4 + i, 2 * half)],
-                  high = sums[ptx::red_add_slot(top * 4 + i, 2 * half + 1)];
-      packed[i] = ptx::cvt_pack<C::kDType>(low * scale, high * scale);
-    }
-    store_chunk<C>(view.template query_rows<uint16_t>(p.dq) + query * p.dq.row + column_block * 8,
-                   uint4{packed[0], packed[1], packed[2], packed[3]}, columns);
-  }
 }
 
 }  // namespace flashattn::mma

@@ -6,7 +6,8 @@
 #include <climits>
 #include <cmath>
 
-#include "common/launch.cuh"
+#include "any/launch.cuh"
+#include "sm90/backward.cuh"
 #include "sm90/forward.cuh"
 #include "sm90/tensor_map.cuh"
 
@@ -153,6 +154,69 @@ int launch_forward(const ForwardParams& p, void* stream) {
   config.attrs = &overlap;
   config.numAttrs = 1;
   return cudaLaunchKernelEx(&config, forward_kernel<C>, f);
+}
+
+template <class C>
+constexpr int64_t backward_shared_bytes() {
+  return BackwardShared<C>::kBytes;
+}
+
+template <class C>
+Workspace backward_workspace(const BackwardParams& p) {
+  Workspace workspace{};
+  workspace.shared_bytes = BackwardWorkspace<C>(p).bytes;
+  return workspace;
+}
+
+// Heads of a section share the L2 cache: of each query Q, dO and the sums of dQ.
+template <class C>
+KeyOrder key_order(const BackwardParams& p) {
+  constexpr int64_t kCache = 36 << 20;
+  constexpr int kQueryBytes = C::kHeadDim * 2 + C::kHeadDimV * 2 + C::kHeadDim * 4;
+  const int64_t tiles = (p.seqlen_k.rows + C::kKeys - 1) / C::kKeys, heads = p.heads_k * p.batch,
+                group = p.heads_q / p.heads_k,
+                section =
+                    clamp(kCache / std::max<int64_t>(1, p.seqlen_q.rows * group * kQueryBytes), 1, heads);
+  KeyOrder order{};
+  order.all_heads = static_cast<int>(heads);
+  order.group = static_cast<int>(group);
+  order.section = Divisor(static_cast<unsigned>(section));
+  order.tiles_of_section = Divisor(static_cast<unsigned>(section * tiles));
+  order.heads = Divisor(static_cast<unsigned>(p.heads_k));
+  return order;
+}
+
+template <class C>
+int launch_backward(const BackwardParams& p, void* stream) {
+  const auto cuda_stream = static_cast<cudaStream_t>(stream);
+  return launch_backward_rows<C, StatisticsInQuads>(p, cuda_stream, [&]() -> int {
+    const int64_t blocks = (p.seqlen_k.rows + C::kKeys - 1) / C::kKeys * p.heads_k * p.batch;
+    if (blocks == 0) return cudaSuccess;
+    if (blocks > INT_MAX) return cudaErrorInvalidValue;
+    Backward f{};
+    f.p = p;
+    f.order = key_order<C>(p);
+    const bool packed_q = p.seqlen_q.cu, packed_k = p.seqlen_k.cu;
+    const int64_t q_rows = packed_q ? p.seqlen_q.total : p.seqlen_q.rows,
+                  k_rows = packed_k ? p.seqlen_k.total : p.seqlen_k.rows;
+    const int64_t batch_q = packed_q ? 1 : p.batch, batch_k = packed_k ? 1 : p.batch;
+    const auto map_keys = [&](CUtensorMap& map, const Tensor4& x, int64_t columns, int box) {
+      return make_map<C>(map, x, columns, 1, k_rows, p.heads_k, batch_k, box);
+    };
+    int error = map_keys(f.k, p.k, p.head_dim, C::kKeys);
+    if (!error) error = map_keys(f.v, p.v, p.head_dim_v, C::kKeys);
+    if (!error) error = map_keys(f.dk, p.dk, p.head_dim, 64);
+    if (!error) error = map_keys(f.dv, p.dv, p.head_dim_v, 64);
+    if (q_rows == 0) {  // nothing reads them, and the maps are of something that exists
+      f.q = f.dout = f.k;
+    } else {
+      if (!error) error = make_map<C>(f.q, p.q, p.head_dim, 1, q_rows, p.heads_q, batch_q, C::kRows);
+      if (!error) error = make_map<C>(f.dout, p.dout, p.head_dim_v, 1, q_rows, p.heads_q, batch_q, C::kRows);
+    }
+    if (error) return error;
+    return launch_kernel(backward_kernel<C>, blocks, BackwardShared<C>::kThreads, BackwardShared<C>::kBytes,
+                         f, cuda_stream);
+  });
 }
 
 }  // namespace flashattn::sm90

@@ -29,6 +29,12 @@ __device__ inline void mbarrier_arrive_expect_tx(uint32_t barrier, uint32_t byte
                : "memory");
 }
 
+// The phase ends only after `bytes` more have been copied.
+__device__ inline void mbarrier_expect_tx(uint32_t barrier, uint32_t bytes) {
+  asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(bytes)
+               : "memory");
+}
+
 // Returns when the phase of this parity has ended.
 __device__ inline void mbarrier_wait(uint32_t barrier, uint32_t parity) {
   asm volatile(
@@ -80,6 +86,21 @@ __device__ inline void cp_async_bulk_tensor_store(const CUtensorMap* map, uint32
       : "memory");
 }
 
+// Starts a copy of contiguous bytes, a multiple of 16, into shared memory; `barrier` counts them.
+__device__ inline void cp_async_bulk_load(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+      "l"(from), "r"(bytes), "r"(barrier)
+      : "memory");
+}
+
+// Adds contiguous floats from shared memory to those in global memory.
+__device__ inline void cp_reduce_async_bulk_add(float* to, uint32_t from, uint32_t bytes) {
+  asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(to),
+               "r"(from), "r"(bytes)
+               : "memory");
+}
+
 __device__ inline void cp_async_bulk_commit_group() {
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
@@ -87,6 +108,11 @@ __device__ inline void cp_async_bulk_commit_group() {
 // Until the stores of this thread have read shared memory.
 __device__ inline void cp_async_bulk_wait_group_read() {
   asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+}
+
+// Until they have been performed.
+__device__ inline void cp_async_bulk_wait_group() {
+  asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
 }
 
 // What this thread wrote to shared memory becomes visible to wgmma and to the copy engine.
@@ -146,6 +172,12 @@ __device__ inline void hold() { asm volatile("nanosleep.u32 20;" ::: "memory"); 
 __device__ inline void stmatrix_x4(uint32_t to, uint32_t x0, uint32_t x1, uint32_t x2, uint32_t x3) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x0), "r"(x1),
                "r"(x2), "r"(x3)
+               : "memory");
+}
+
+__device__ inline void stmatrix_x4_trans(uint32_t to, uint32_t x0, uint32_t x1, uint32_t x2, uint32_t x3) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x0),
+               "r"(x1), "r"(x2), "r"(x3)
                : "memory");
 }
 

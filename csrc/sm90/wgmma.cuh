@@ -7,8 +7,9 @@
 namespace flashattn::sm90 {
 
 // d (64 x n) = a b, plus d if `add`: the wrappers of one shape, written by csrc/instances.py.
-//   ss(d, a, b, add): a and b by descriptor, both with contiguous k
-//   rs<rows>(d, a, b, add): a in registers; b with contiguous k, or, for rows = 1, with contiguous n
+//   ss<rows>(d, a, b, add): a and b by descriptor, a with contiguous k
+//   rs<rows>(d, a, b, add): a in registers
+//   b has contiguous k, or, for rows = 1, contiguous n
 template <DType dtype, int n>
 struct Wgmma;
 

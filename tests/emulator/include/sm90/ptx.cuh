@@ -16,6 +16,9 @@ inline void mbarrier_arrive(uint32_t barrier, Site site = {}) {
 inline void mbarrier_arrive_expect_tx(uint32_t barrier, uint32_t bytes, Site site = {}) {
   emulator::arrive_at_barrier(barrier, 1, bytes, site);
 }
+inline void mbarrier_expect_tx(uint32_t barrier, uint32_t bytes, Site site = {}) {
+  emulator::arrive_at_barrier(barrier, 0, bytes, site);
+}
 inline void mbarrier_wait(uint32_t barrier, uint32_t parity, Site site = {}) {
   emulator::wait_for_barrier(barrier, parity, site);
 }
@@ -61,8 +64,23 @@ inline void cp_async_bulk_tensor_store(const CUtensorMap* map, uint32_t from, in
     if (global) memcpy(global, shared, 2);
   });
 }
+inline uint8_t* whole_chunks(uint32_t address, const void* global, uint32_t bytes, Site site) {
+  if ((reinterpret_cast<uintptr_t>(global) | address | bytes) % 16 != 0)
+    emulator::fail("a bulk copy of parts of 16 bytes, %s:%d", site.file, site.line);
+  return shared_memory + (address - emulator::kSharedWindow);
+}
+inline void cp_async_bulk_load(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier,
+                               Site site = {}) {
+  memcpy(whole_chunks(to, from, bytes, site), from, bytes);
+  emulator::arrive_at_barrier(barrier, 0, -int64_t{bytes}, site);
+}
+inline void cp_reduce_async_bulk_add(float* to, uint32_t from, uint32_t bytes, Site site = {}) {
+  const auto* x = reinterpret_cast<const float*>(whole_chunks(from, to, bytes, site));
+  for (uint32_t i = 0; i < bytes / 4; ++i) to[i] += x[i];
+}
 inline void cp_async_bulk_commit_group() {}
 inline void cp_async_bulk_wait_group_read() {}
+inline void cp_async_bulk_wait_group() {}
 inline void fence_proxy_async() {}
 
 inline unsigned atom_add(unsigned* to, unsigned x) { return atomicAdd(to, x); }
@@ -86,16 +104,30 @@ void written_by_wgmma(float (&)[n]) {}
 inline void hold() {}
 
 // Lane 8 i + r gives the address of row r of matrix i, lane l elements 2 (l % 4) + {0, 1} of row l / 4 of
-// each.
-inline void stmatrix_x4(uint32_t to, uint32_t x0, uint32_t x1, uint32_t x2, uint32_t x3, Site site = {}) {
+// each, or of its transpose.
+template <bool transposed>
+void stmatrix(uint32_t to, const uint32_t (&x)[4], Site site) {
   struct Arguments {
-    uint32_t to, x[4];
-  } mine{to, {x0, x1, x2, x3}};
+    uint32_t to;
+    const uint32_t* x;
+  } mine{to, x};
   emulator::collective("stmatrix", site, emulator::kFullMask, mine, [site](Arguments** lanes) {
     for (int i = 0; i < 4; ++i)
       for (int lane = 0; lane < emulator::kWarpSize; ++lane)
-        st_shared(lanes[8 * i + lane / 4]->to + lane % 4 * 4, lanes[lane]->x[i], site);
+        for (int e = 0; e < 2; ++e) {
+          const int row = lane / 4, column = lane % 4 * 2 + e;
+          const uint32_t place =
+              transposed ? lanes[8 * i + column]->to + row * 2 : lanes[8 * i + row]->to + column * 2;
+          st_shared(place, static_cast<uint16_t>(lanes[lane]->x[i] >> 16 * e), site);
+        }
   });
+}
+inline void stmatrix_x4(uint32_t to, uint32_t x0, uint32_t x1, uint32_t x2, uint32_t x3, Site site = {}) {
+  stmatrix<false>(to, {x0, x1, x2, x3}, site);
+}
+inline void stmatrix_x4_trans(uint32_t to, uint32_t x0, uint32_t x1, uint32_t x2, uint32_t x3,
+                              Site site = {}) {
+  stmatrix<true>(to, {x0, x1, x2, x3}, site);
 }
 
 }  // namespace flashattn::ptx
@@ -105,8 +137,9 @@ namespace flashattn::sm90 {
 // wgmma of the warp's 16 rows; a and b are matrix descriptors of swizzled slabs.
 template <DType dtype, int n>
 struct EmulatedWgmma {
+  template <int rows = 0>
   static void ss(float (&d)[n / 2], uint64_t a, uint64_t b, int add, ptx::Site site = {}) {
-    multiply<false>({d, nullptr, a, b, add}, site);
+    multiply<rows != 0>({d, nullptr, a, b, add}, site);
   }
   template <int rows>
   static void rs(float (&d)[n / 2], const uint32_t (&a)[4], uint64_t b, int add, ptx::Site site = {}) {

@@ -1,0 +1,307 @@
+// Backward attention on Hopper (sm_90a).
+//   P = exp(S - lse), dP = dO V^T, dS = P (dP - delta), dV = P^T dO, dK = scale dS^T Q, dQ = scale dS K.
+//   One block owns kKeys keys of one KV head and goes through the tiles of kRows queries that see them, of
+//   every head of the group.  Scores are transposed, keys by queries: S^T = K Q^T and dP^T = V dO^T end in
+//   registers as the operands of dV += P^T dO and dK += dS^T Q, which stay in registers too.  dS goes through
+//   shared memory, because dQ needs all keys of the block; dQ is added up in a float workspace.
+//   Two warpgroups have 64 keys each and take turns: one computes P and dS while the tensor cores work for
+//   the other.  Of wide heads a block owns 64 keys, and one warpgroup computes dV and dQ, the other one dK.
+#pragma once
+
+#include "sm90/backward_block.cuh"
+
+namespace flashattn::sm90 {
+
+// What a warpgroup does when each has 64 keys.
+template <class C>
+__device__ inline void differentiate_keys(const Backward& f, const BackwardShared<C>& shared, int warpgroup,
+                                          int thread) {
+  using Shared = BackwardShared<C>;
+  constexpr int kScores = C::kRows / 2, kLast = C::kHeadDimV / 16;
+  constexpr bool kRoundEarly = C::kRows == 64;  // P under dP, if there are registers
+  const int lane = thread % 32, warp = thread / 32, warp_key = warpgroup * 64 + warp * 16;
+  const float scale = static_cast<float>(f.p.score.scale) * kLog2E;
+  const QuerySums<C> sums{shared, f.p.deterministic, (Shared::kSplitRows ? warpgroup * 4 : 0) + warp,
+                          warpgroup * 4 + warp, lane};
+  const int part = Shared::kSplitRows ? 0 : warpgroup;  // of the columns of dQ
+  const int steps = shared.block().steps;
+  float dk[C::kHeadDim / 2], dv[C::kHeadDimV / 2], s[kScores], dp[kScores];
+  uint32_t p_operand[C::kRows / 16][4], ds_operand[C::kRows / 16][4];
+  clear(dk);
+  clear(dv);
+
+  const auto take_turn = [&] { ptx::bar_sync(kTurnBarrier + warpgroup, 256); };
+  const auto pass_turn = [&] { ptx::bar_arrive(kTurnBarrier + (warpgroup ^ 1), 256); };
+  const auto arrive = [&](uint32_t barrier) {
+    if (lane == 0) ptx::mbarrier_arrive(barrier);
+  };
+  const auto multiply_scores = [&](int step) {  // S^T = K Q^T
+    const auto q = ring_at<C::kQueryStages>(step);
+    ptx::mbarrier_wait(shared.q_full(q.stage), q.parity);
+    multiply_rows<C, C::kHeadDim>(s, shared.k(), warpgroup * 64, shared.q(q.stage), [](int) {});
+  };
+  const auto multiply_dp = [&](int step) {  // dP^T = V dO^T, and the turn goes on before it ends
+    const auto dout = ring_at<C::kDOutStages>(step);
+    ptx::mbarrier_wait(shared.dout_full(dout.stage), dout.parity);
+    multiply_rows<C, C::kHeadDimV>(dp, shared.v(), warpgroup * 64, shared.dout(dout.stage), [&](int k) {
+      if (k == C::kStepsInTurn * 16) pass_turn();
+    });
+    if (C::kStepsInTurn >= kLast) pass_turn();
+  };
+  const auto weigh_scores = [&](int step) {
+    weigh<C>(s, shared, step, warp_key + lane / 4, scale, lane);
+    if (kRoundEarly) round_operand<C>(p_operand, s);
+    hold_waits(s[kScores - 1]);
+  };
+  const auto multiply_queries = [&](float (&dq)[Shared::kQueryColumns / 2], int step) {
+    const auto place = ring_at<Shared::kScoreStages>(step);
+    if (step >= 0) ptx::mbarrier_wait(shared.ds_full(place.stage), place.parity);
+    multiply_dq<C>(dq, shared, step, Shared::kSplitRows ? warpgroup * 64 : 0, shared.k_columns(part));
+  };
+
+  // Between two iterations no product is in flight, which ptxas would not follow: P of the step is in s and
+  // p_operand, and dP is complete.
+  const auto iterate = [&](int step, auto last_step) {
+    constexpr bool kIsLast = decltype(last_step)::value;
+    score_gradient<C>(ds_operand, s, dp, shared, step, lane);
+    if (!kRoundEarly) round_operand<C>(p_operand, s);
+    store_ds<C>(ds_operand, shared, step, warp_key, lane);
+    take_turn();
+    float dq[Shared::kQueryColumns / 2];
+    multiply_queries(dq, step - 1);  // of nothing in the first step
+    const auto q = ring_at<C::kQueryStages>(step);
+    const auto dout = ring_at<C::kDOutStages>(step);
+    add_product<C>(dv, p_operand, shared.dout(dout.stage));
+    add_product<C>(dk, ds_operand, shared.q(q.stage));
+    ptx::wgmma_wait_group<2>();
+    ptx::written_by_wgmma(dq);
+    if (step > 0) {
+      arrive(shared.ds_empty(ring_at<Shared::kScoreStages>(step - 1).stage));
+      sums.add(dq, step - 1, part);
+    }
+    if constexpr (kIsLast) {
+      if (warpgroup == 0) pass_turn();
+      ptx::wgmma_wait_group<0>();
+    } else {
+      multiply_scores(step + 1);
+      ptx::wgmma_wait_group<1>();
+    }
+    ptx::written_by_wgmma(dv);
+    ptx::written_by_wgmma(dk);
+    arrive(shared.dout_empty(dout.stage));
+    arrive(shared.q_empty(q.stage));
+    if constexpr (!kIsLast) {
+      multiply_dp(step + 1);
+      ptx::wgmma_wait_group<1>();
+      ptx::written_by_wgmma(s);
+      weigh_scores(step + 1);
+      ptx::wgmma_wait_group<0>();
+      ptx::written_by_wgmma(dp);
+    }
+  };
+
+  if (steps > 0) {
+    if (warpgroup == 1) take_turn();
+    ptx::mbarrier_wait(shared.k_full(), 0);
+    multiply_scores(0);
+    ptx::mbarrier_wait(shared.v_full(), 0);
+    multiply_dp(0);
+    ptx::wgmma_wait_group<1>();
+    ptx::written_by_wgmma(s);
+    weigh_scores(0);
+    ptx::wgmma_wait_group<0>();
+    ptx::written_by_wgmma(dp);
+#pragma unroll 1
+    for (int step = 0; step < steps - 1; ++step) iterate(step, std::false_type{});
+    iterate(steps - 1, std::true_type{});
+    float dq[Shared::kQueryColumns / 2];
+    multiply_queries(dq, steps - 1);
+    ptx::wgmma_wait_group<0>();
+    ptx::written_by_wgmma(dq);
+    sums.add(dq, steps - 1, part);
+    sums.finish(steps);
+    ptx::bar_sync(kAllGroupsBarrier, 256);  // both have read K
+  }
+  store_values<C>(f, shared, dv, warpgroup, thread);
+  store_keys<C>(f, shared, dk, warpgroup, thread);
+}
+
+// What the first warpgroup does when both have the same 64 keys: P, dV and dQ.
+template <class C>
+__device__ inline void differentiate_values(const Backward& f, const BackwardShared<C>& shared, int thread) {
+  using Shared = BackwardShared<C>;
+  constexpr int kScores = C::kRows / 2, kParts = C::kHeadDim / Shared::kQueryColumns;
+  const int lane = thread % 32, warp = thread / 32;
+  const float scale = static_cast<float>(f.p.score.scale) * kLog2E;
+  const QuerySums<C> sums{shared, f.p.deterministic, warp, warp, lane};
+  const int steps = shared.block().steps;
+  float dv[C::kHeadDimV / 2], s[kScores], dq[2][Shared::kQueryColumns / 2];
+  uint32_t p_operand[C::kRows / 16][4];
+  clear(dv);
+
+  const auto arrive = [&](uint32_t barrier) {
+    if (lane == 0) ptx::mbarrier_arrive(barrier);
+  };
+  const auto multiply_scores = [&](int step) {
+    const auto q = ring_at<C::kQueryStages>(step);
+    ptx::mbarrier_wait(shared.q_full(q.stage), q.parity);
+    multiply_rows<C, C::kHeadDim>(s, shared.k(), 0, shared.q(q.stage), [](int) {});
+  };
+  const auto weigh_scores = [&](int step) {
+    weigh<C>(s, shared, step, warp * 16 + lane / 4, scale, lane);
+    arrive(shared.q_empty(ring_at<C::kQueryStages>(step).stage));
+    round_operand<C>(p_operand, s);
+  };
+  // dQ of a step in parts, two in flight, and behind the last one scores, if any come after those of the next
+  // step, which are there.
+  const auto multiply_queries = [&](int step, auto more) {
+    constexpr bool kMore = decltype(more)::value;
+    const auto place = ring_at<Shared::kScoreStages>(step);
+    if (step >= 0) ptx::mbarrier_wait(shared.ds_full(place.stage), place.parity);
+    multiply_dq<C>(dq[0], shared, step, 0, shared.k_columns(0));
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+      if (part + 1 < kParts)
+        multiply_dq<C>(dq[(part + 1) % 2], shared, step, 0, shared.k_columns(part + 1));
+      else if (kMore)
+        multiply_scores(step + 2);
+      if (part + 1 < kParts || kMore)
+        ptx::wgmma_wait_group<1>();
+      else
+        ptx::wgmma_wait_group<0>();
+      ptx::written_by_wgmma(dq[part % 2]);
+      if (step < 0) continue;
+      if (part + 1 == kParts) arrive(shared.ds_empty(place.stage));
+      sums.add(dq[part % 2], step, part, part == 0);
+    }
+  };
+  const auto iterate = [&](int step, auto last_step) {
+    constexpr bool kIsLast = decltype(last_step)::value;
+    const auto dout = ring_at<C::kDOutStages>(step);
+    ptx::mbarrier_wait(shared.dout_full(dout.stage), dout.parity);
+    ptx::wgmma_fence();
+    add_product<C>(dv, p_operand, shared.dout(dout.stage));
+    multiply_queries(step - 1, std::bool_constant<!kIsLast>{});
+    ptx::written_by_wgmma(dv);
+    arrive(shared.dout_empty(dout.stage));
+    if constexpr (!kIsLast) {
+      ptx::wgmma_wait_group<0>();
+      ptx::written_by_wgmma(s);
+      weigh_scores(step + 1);
+    }
+  };
+
+  if (steps > 0) {
+    ptx::mbarrier_wait(shared.k_full(), 0);
+    multiply_scores(0);
+    ptx::wgmma_wait_group<0>();
+    ptx::written_by_wgmma(s);
+    weigh_scores(0);
+#pragma unroll 1
+    for (int step = 0; step < steps - 1; ++step) iterate(step, std::false_type{});
+    iterate(steps - 1, std::true_type{});
+    multiply_queries(steps - 1, std::false_type{});
+    sums.finish(steps);
+    ptx::bar_sync(kAllGroupsBarrier, 256);  // the other one has read V, and this one K
+  }
+  store_values<C>(f, shared, dv, 0, thread);
+}
+
+// What the second one does: P, dS and dK.
+template <class C>
+__device__ inline void differentiate_products(const Backward& f, const BackwardShared<C>& shared,
+                                              int thread) {
+  constexpr int kScores = C::kRows / 2;
+  const int lane = thread % 32, warp = thread / 32;
+  const float scale = static_cast<float>(f.p.score.scale) * kLog2E;
+  const int steps = shared.block().steps;
+  float dk[C::kHeadDim / 2], s[kScores], dp[kScores];
+  uint32_t ds_operand[C::kRows / 16][4];
+  clear(dk);
+
+  const auto arrive = [&](uint32_t barrier) {
+    if (lane == 0) ptx::mbarrier_arrive(barrier);
+  };
+  const auto multiply_scores = [&](int step) {
+    const auto q = ring_at<C::kQueryStages>(step);
+    ptx::mbarrier_wait(shared.q_full(q.stage), q.parity);
+    multiply_rows<C, C::kHeadDim>(s, shared.k(), 0, shared.q(q.stage), [](int) {});
+  };
+  const auto multiply_dp = [&](int step) {  // and P under it
+    const auto dout = ring_at<C::kDOutStages>(step);
+    ptx::mbarrier_wait(shared.dout_full(dout.stage), dout.parity);
+    multiply_rows<C, C::kHeadDimV>(dp, shared.v(), 0, shared.dout(dout.stage), [](int) {});
+    ptx::wgmma_wait_group<1>();
+    ptx::written_by_wgmma(s);
+    weigh<C>(s, shared, step, warp * 16 + lane / 4, scale, lane);
+    hold_waits(s[kScores - 1]);
+    ptx::wgmma_wait_group<0>();
+    ptx::written_by_wgmma(dp);
+    arrive(shared.dout_empty(dout.stage));
+  };
+  const auto iterate = [&](int step, auto last_step) {
+    constexpr bool kIsLast = decltype(last_step)::value;
+    score_gradient<C>(ds_operand, s, dp, shared, step, lane);
+    store_ds<C>(ds_operand, shared, step, warp * 16, lane);
+    const auto q = ring_at<C::kQueryStages>(step);
+    ptx::wgmma_fence();
+    add_product<C>(dk, ds_operand, shared.q(q.stage));
+    if constexpr (kIsLast) {
+      ptx::wgmma_wait_group<0>();
+    } else {
+      multiply_scores(step + 1);
+      ptx::wgmma_wait_group<1>();
+    }
+    ptx::written_by_wgmma(dk);
+    arrive(shared.q_empty(q.stage));
+    if constexpr (!kIsLast) multiply_dp(step + 1);
+  };
+
+  if (steps > 0) {
+    ptx::mbarrier_wait(shared.k_full(), 0);
+    multiply_scores(0);
+    ptx::mbarrier_wait(shared.v_full(), 0);
+    multiply_dp(0);
+#pragma unroll 1
+    for (int step = 0; step < steps - 1; ++step) iterate(step, std::false_type{});
+    iterate(steps - 1, std::true_type{});
+    ptx::bar_sync(kAllGroupsBarrier, 256);  // the other one has read K, and this one V
+  }
+  store_keys<C>(f, shared, dk, 1, thread);
+}
+
+template <class C>
+__global__ void __launch_bounds__(BackwardShared<C>::kThreads, 1)
+    backward_kernel(const __grid_constant__ Backward f) {
+  const BackwardShared<C> shared;
+  const int warpgroup = __shfl_sync(0xFFFFFFFFu, threadIdx.x / 128, 0);
+  if (threadIdx.x == 0) {
+    shared.block() = key_block<C>(f.p, f.order);
+    shared.init_barriers();
+    ptx::prefetch_tensormap(&f.q);
+    ptx::prefetch_tensormap(&f.dout);
+    ptx::prefetch_tensormap(&f.k);
+    ptx::prefetch_tensormap(&f.v);
+  }
+  __syncthreads();  // the block is described, and its barriers are there
+  if (shared.block().steps < 0) return;
+  // What the block is launched with, 168 a thread, is divided again.
+  constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
+  static_assert(kProducerRegisters + 2 * kConsumerRegisters == 3 * 168);
+  if (warpgroup == 0) {
+    ptx::setmaxnreg_dec<kProducerRegisters>();
+    if (threadIdx.x < 32 && shared.block().steps > 0) produce_tiles<C>(f, shared, threadIdx.x);
+  } else {
+    ptx::setmaxnreg_inc<kConsumerRegisters>();
+    const int thread = ptx::recomputed(threadIdx.x % 128);
+    if constexpr (BackwardShared<C>::kSplitKeys)
+      differentiate_keys<C>(f, shared, warpgroup - 1, thread);
+    else if (warpgroup == 1)
+      differentiate_values<C>(f, shared, thread);
+    else
+      differentiate_products<C>(f, shared, thread);
+    if (thread == 0) ptx::cp_async_bulk_wait_group_read();
+  }
+}
+
+}  // namespace flashattn::sm90

@@ -84,6 +84,8 @@ class Ours(Peer):
             chosen["softcap"] = shape.softcap
         if shape.alibi:
             chosen["alibi_slopes"] = shape.slopes(device)
+        if shape.deterministic:
+            chosen["deterministic"] = True
         if shape.lengths:
             chosen |= {"cu_seqlens_q": shape.bounds(device), "max_seqlen_q": shape.Sq,
                        "cu_seqlens_k": shape.bounds(device), "max_seqlen_k": shape.Sk}
@@ -125,6 +127,8 @@ class Sdpa(Peer):
             return "no soft cap"
         if shape.alibi:
             return "no ALiBi without a dense bias"
+        if shape.deterministic:
+            return "no order of sums of one call's own"
         if shape.lengths:
             return "no packed batches"
         if shape.causal and shape.Sq not in (1, shape.Sk):

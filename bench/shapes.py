@@ -33,6 +33,7 @@ class Shape:
     dtype: str = "float32"
     softcap: float = 0.0
     alibi: bool = False  # with the slopes of `slopes`
+    deterministic: bool = False  # sums of a backward in an order that never varies
     lengths: tuple[int, ...] = ()
 
     @property
@@ -141,6 +142,8 @@ SETS = {
         *_grid("forward", {128: (2048, 8192)}, "float16-", dtype="float16"),
         *_grid("backward", {128: (2048, 8192, 16384), 64: (8192,), 256: (8192,)}),
         *(_model(name, "backward", *sizes) for name, *sizes in _MODELS),
+        _model("mla-192-128", "backward", 1, 8192, 16, 16, 192, True, Dv=128),
+        *_grid("backward", {128: (8192,)}, "deterministic-", deterministic=True),
     ],
     # Of a size where the host's part would be seen: timed inside CUDA graphs.
     "graphs": [

@@ -462,9 +462,9 @@ _SM90_FORWARD = (
 )
 # op, head dims (D, Dv), serves, keys and rows in a tile, stages of q and dout, steps in a turn, bulk sums.
 _SM90_BACKWARD = (
-    ("backward", 64, 64, _MANY, 128, 128, 2, 2, 2, True),
-    ("backward", 96, 96, _MANY, 128, 64, 2, 2, 3, True),
-    ("backward", 128, 128, _MANY, 128, 64, 2, 2, 4, True),
+    ("backward", 64, 64, _MANY, 128, 128, 3, 2, 2, True),
+    ("backward", 96, 96, _MANY, 128, 64, 3, 2, 3, True),
+    ("backward", 128, 128, _MANY, 128, 64, 3, 3, 4, True),
     ("backward", 192, 128, _MANY, 64, 64, 2, 2, 0, False),
     ("backward", 192, 192, _MANY, 64, 64, 2, 2, 0, False),
     ("backward", 256, 256, _MANY, 64, 64, 2, 2, 0, False),

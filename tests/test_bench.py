@@ -90,7 +90,7 @@ def test_the_cpu_set_is_the_full_grid():
 def test_the_cuda_set_has_a_row_for_every_kind_of_call():
     shapes = {shape.name: shape for shape in SETS["cuda"]}
     forward = [shape for shape in shapes.values() if shape.op == "forward"]
-    assert len(forward) == 31 and len(shapes) == 31 + 15
+    assert len(forward) == 31 and len(shapes) == 31 + 18
     assert [shape.Sq == 512 for shape in forward] == [True] * 2 + [False] * 29  # these come first
     grid = [s for s in shapes.values() if re.search(r"-d\d+-s\d+-", s.name)]
     assert len(grid) == 16 + 4 + 10

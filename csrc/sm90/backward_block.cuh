@@ -73,7 +73,7 @@ struct BackwardShared {
   static constexpr bool kSplitKeys = C::kKeys == 128;  // or warpgroups differ in what they multiply
   static_assert(kSplitKeys ? C::kRows == 64 || C::kRows == 128 : C::kKeys == 64 && C::kRows == 64, "");
   static constexpr int kWarpgroups = 2, kThreads = (kWarpgroups + 1) * 128, kWarps = 4 * kWarpgroups;
-  static constexpr int kAlignment = 1024, kScoreStages = 2, kSteps = 8;
+  static constexpr int kAlignment = 1024, kScoreStages = 2, kSteps = 6;
   // dQ of a warpgroup: 64 rows and all columns, all rows and half the columns, or, when one computes all, 64
   // columns at a time.
   static constexpr bool kSplitRows = C::kRows == 128;
@@ -116,6 +116,7 @@ struct BackwardShared {
     return *reinterpret_cast<KeyBlock*>(shared_memory + padding + kBlockPlace);
   }
   // Described while the copies of Q are in flight, read until dQ of the step has been added: two steps later.
+  static_assert(kSteps >= C::kQueryStages + 2);
   __device__ Step& step(int step) const {
     return reinterpret_cast<Step*>(shared_memory + padding + kStepPlace)[step % kSteps];
   }

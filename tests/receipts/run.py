@@ -222,9 +222,11 @@ def cards() -> int:
 
 
 def first(card: int) -> dict[str, str]:
-    """The variable that makes this card, modulo their number, the first that a child sees."""
-    order = [str((card + i) % cards()) for i in range(cards())]
-    return {"CUDA_VISIBLE_DEVICES": ",".join(order)}
+    """The variable that makes this card, modulo their number, the first of the visible ones for a child."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    if visible == [""]:
+        visible = [str(i) for i in range(cards())]
+    return {"CUDA_VISIBLE_DEVICES": ",".join(visible[(card + i) % len(visible)] for i in range(len(visible)))}
 
 
 def outcomes_of_rows(results: list[dict], family: str) -> dict[str, str]:

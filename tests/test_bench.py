@@ -93,7 +93,7 @@ def test_the_cuda_set_has_a_row_for_every_kind_of_call():
     assert len(forward) == 31 and len(shapes) == 31 + 18
     assert [shape.Sq == 512 for shape in forward] == [True] * 2 + [False] * 29  # these come first
     grid = [s for s in shapes.values() if re.search(r"-d\d+-s\d+-", s.name)]
-    assert len(grid) == 16 + 4 + 10
+    assert len(grid) == 16 + 4 + 10 + 2
     for shape in grid:
         assert (shape.B * shape.Sq, shape.Hq * shape.D, shape.Hq) == (16384, 2048, shape.Hk)
     assert {s.dtype for s in forward} == {"bfloat16", "float16"}

@@ -34,7 +34,7 @@ import _build  # noqa: E402  (by path: the package may not be compiled yet)
 sys.path.pop(0)
 SOURCES = ("common", "mma", "sm90", "any", "families", "params.h", "instance.h")  # of csrc/, and the rows
 SUITE = ("test_forward.py", "test_backward.py", "test_pairs.py", "test_regressions.py", "test_properties.py",
-         "test_errors.py", "test_torch.py", "test_extreme.py", "test_cuda.py")
+         "test_errors.py", "test_torch.py", "test_extreme.py", "test_training.py", "test_cuda.py")
 # Names of tests that need decode kernels, which CUDA does not have yet.
 NOT_YET = ("decode", "pages", "cache_lengths", "two_appends", "fake_results", "generator_is_untouched")
 TOOLS = ("memcheck", "synccheck", "initcheck", "racecheck")

@@ -26,7 +26,8 @@ def narrowest_rows() -> list[str]:
         kind = re.match(r"(for|back)ward_(sm80_f32|sm80_bf16|sm75_f16_d|sm90_bf16)", row.name)
         if kind:
             first.setdefault((kind[0], row.name.partition("_d")[0], "softcap" in row.serves,
-                              getattr(row, "warpgroups", 0), hasattr(row, "bulk_sums") and row.keys), row.name)
+                              getattr(row, "warpgroups", 0),
+                              row.keys if hasattr(row, "bulk_sums") else 0), row.name)
     return list(first.values())
 
 

@@ -1,7 +1,7 @@
 """A small Llama-style model learns the same with our attention as with torch's.
 
-Two runs from one seed drift apart even when only the order of sums differs: the measure is how far torch's own
-backends drift from each other.
+Two runs from one seed drift apart even when only the order of sums differs: the measure is how far torch's
+own backends drift from each other.
 """
 
 import contextlib

@@ -3,7 +3,8 @@
 #pragma once
 
 #include "any/backward_rows.cuh"
-#include "sm90/forward.cuh"
+#include "sm90/schedule.cuh"
+#include "sm90/wgmma.cuh"
 
 namespace flashattn::sm90 {
 

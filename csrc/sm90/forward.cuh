@@ -120,31 +120,6 @@ struct ForwardShared {
   }
 };
 
-// Named barriers; 0 is __syncthreads.
-constexpr int kTurnBarrier = 1;   // + warpgroup: its turn at the tensor cores has come
-constexpr int kGroupBarrier = 5;  // + warpgroup: its own threads
-
-// Position in a ring of tiles.
-template <int stages>
-struct Ring {
-  int stage = 0;
-  uint32_t parity = 0;
-  __device__ void advance() {
-    if (++stage == stages) stage = 0, parity ^= 1;
-  }
-};
-
-// Starts the copies of a tile, one box of 64 columns each.
-template <class T>
-__device__ inline void load_tile(const T& tile, const CUtensorMap& map, uint32_t barrier, uint64_t hint,
-                                 int row, int unit, int batch) {
-  ptx::mbarrier_arrive_expect_tx(barrier, T::kBytes);
-#pragma unroll
-  for (int slab = 0; slab < T::kSlabs; ++slab)
-    ptx::cp_async_bulk_tensor_load(tile.base + slab * T::kSlabBytes, &map, barrier, hint, slab * 64, 0, row,
-                                   unit, batch);
-}
-
 // What one warp does: decides what the next tile is, for all others, and loads its Q.
 template <class C>
 __device__ inline void produce_queries(const Forward& f, const ForwardShared<C>& shared, int lane) {
@@ -464,7 +439,7 @@ __device__ inline void consume(const Forward& f, const ForwardShared<C>& shared,
   Ring<C::kValueStages> v_ring;
   float s[kScores], out[kOutputs];
   uint32_t weights[C::kKeys / 16][4], q_frag[C::kQueriesInRegisters ? kSteps : 1][4];
-  OnlineSoftmax softmax;
+  OnlineSoftmax softmax{};
   if (C::kTurns && warpgroup == 0) ptx::bar_arrive(kTurnBarrier, 256);
 
   // The tile whose scores are computed.
@@ -598,7 +573,7 @@ __device__ inline void consume(const Forward& f, const ForwardShared<C>& shared,
     softmax.exact_update(s, scale, near, far);
     return true;
   };
-  float factor[2];                     // of the rows of O
+  float factor[2] = {0, 0};                     // of the rows of O
   const auto clear_empty_rows = [&] {  // 0 times anything is not always 0
     if (!__any_sync(0xFFFFFFFFu, factor[0] == 0 || factor[1] == 0)) return;
 #pragma unroll

@@ -1,4 +1,4 @@
-// Shared-memory tiles as the copy engine writes them and wgmma reads them.
+// Shared-memory tiles as the copy engine writes them and wgmma reads them, and rings of them.
 #pragma once
 
 #include "common/tile.cuh"
@@ -41,5 +41,30 @@ struct SlabTile {
     return (address & 0x3FFFF) >> 4 | slab_step << 16 | kGroupStep << 32 | kSwizzle128 << 62;
   }
 };
+
+// Named barriers; 0 is __syncthreads.
+constexpr int kTurnBarrier = 1;   // + warpgroup: its turn at the tensor cores has come
+constexpr int kGroupBarrier = 5;  // + warpgroup: its own threads
+
+// Position in a ring of tiles.
+template <int stages>
+struct Ring {
+  int stage = 0;
+  uint32_t parity = 0;
+  __device__ void advance() {
+    if (++stage == stages) stage = 0, parity ^= 1;
+  }
+};
+
+// Starts the copies of a tile, one box of 64 columns each.
+template <class T>
+__device__ inline void load_tile(const T& tile, const CUtensorMap& map, uint32_t barrier, uint64_t hint,
+                                 int row, int unit, int batch) {
+  ptx::mbarrier_arrive_expect_tx(barrier, T::kBytes);
+#pragma unroll
+  for (int slab = 0; slab < T::kSlabs; ++slab)
+    ptx::cp_async_bulk_tensor_load(tile.base + slab * T::kSlabBytes, &map, barrier, hint, slab * 64, 0, row,
+                                   unit, batch);
+}
 
 }  // namespace flashattn::sm90

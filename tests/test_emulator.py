@@ -94,12 +94,14 @@ FAULTS = {  # name: rows, file, text, the text that replaces it
     "a panel written over the last one": (
         "backward_sm80_f32_simt", "any/simt_tile.cuh", "__syncthreads();  // nobody reads the stage", "//"),
     "a turn that is not passed": (
-        HOPPER, "sm90/forward.cuh", "if (block > first_block) take_turn(), pass_turn();", ";"),
+        HOPPER, "sm90/forward.cuh", "take_turn(), pass_turn();  // every block has one", ""),
     "a tile whose description is overwritten": (
         HOPPER, "sm90/forward.cuh", "work_stage = tile % kWorkStages;", "work_stage = 0;"),
     "a reader that nobody waits for": (
-        HOPPER, "sm90/forward.cuh", "mbarrier_init(work_empty(i), C::kWarpgroups + 1)",
-        "mbarrier_init(work_empty(i), C::kWarpgroups)"),
+        HOPPER, "sm90/forward.cuh", "mbarrier_init(work_empty(i), 2)", "mbarrier_init(work_empty(i), 1)"),
+    "O stored before it is there": (
+        HOPPER, "sm90/forward.cuh",
+        "ptx::mbarrier_wait(shared.o_full(q_ring.stage, warpgroup), q_ring.parity);", ""),
     "NaN in V past a sequence's end": (
         HOPPER, "sm90/forward.cuh", "if (first > 0 || last < C::kKeys)", "if (first > last)"),
     "swizzle of four rows": (

@@ -573,7 +573,7 @@ __device__ inline void consume(const Forward& f, const ForwardShared<C>& shared,
     softmax.exact_update(s, scale, near, far);
     return true;
   };
-  float factor[2] = {0, 0};                     // of the rows of O
+  float factor[2] = {0, 0};            // of the rows of O
   const auto clear_empty_rows = [&] {  // 0 times anything is not always 0
     if (!__any_sync(0xFFFFFFFFu, factor[0] == 0 || factor[1] == 0)) return;
 #pragma unroll

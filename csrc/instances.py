@@ -468,6 +468,9 @@ _SM90_BACKWARD = (
     ("backward", 192, 128, _MANY, 64, 64, 2, 2, 0, False),
     ("backward", 192, 192, _MANY, 64, 64, 2, 2, 0, False),
     ("backward", 256, 256, _MANY, 64, 64, 2, 2, 0, False),
+    ("backward", 64, 64, _SCORES, 128, 64, 3, 3, 2, True),
+    ("backward", 128, 128, _SCORES, 128, 64, 3, 3, 4, True),
+    ("backward", 256, 256, _SCORES, 64, 64, 2, 2, 0, False),
 )
 _MMA = {"sm80": (_SM80_TILES, ("bfloat16", "float16")), "sm75": (_SM75_TILES, ("float16",))}
 _SIMT_OPS = ("forward", "backward")

@@ -56,6 +56,7 @@ FORWARD, BACKWARD = (rf"{op}_sm80_bf16_d64_\d+x\d+" for op in ("forward", "backw
 HOPPER = "forward_sm90_bf16_d64_192x128"
 WIDE_BACKWARD = r"backward_sm90_bf16_d192v128_\d+x\d+"
 HOPPER_BACKWARD = r"backward_sm90_bf16_d128_\d+x\d+"
+HOPPER_GENERAL = r"backward_sm90_bf16_d64_\d+x\d+_general"
 FAULTS = {  # name: rows, file, text, the text that replaces it
     "no barrier before K": (
         FORWARD, "mma/forward.cuh", "__syncthreads();  // K has landed for all warps; all have read", "//"),
@@ -134,6 +135,13 @@ FAULTS = {  # name: rows, file, text, the text that replaces it
         "ptx::bar_sync(kAllGroupsBarrier, 256);  // the other one has read V", "//"),
     "sums for which nobody's turn comes": (
         HOPPER_BACKWARD, "sm90/backward_block.cuh", "if (deterministic) pass_on(steps - 1);", ""),
+    "a softcap without its derivative": (
+        HOPPER_GENERAL, "sm90/backward_block.cuh", "weight[e] * fmaf(-tanh, tanh, 1.f)", "weight[e]"),
+    "ALiBi of the first head": (
+        HOPPER_GENERAL, "sm90/backward_block.cuh", "block.batch * alibi.batch + head * alibi.head",
+        "block.batch * alibi.batch"),
+    "ALiBi of another key": (
+        HOPPER_GENERAL, "sm90/backward_block.cuh", "e % 2 - e / 2 % 2 * 8)", "e % 2 + e / 2 % 2 * 8)"),
     "out of turn": (  # float16 shows more of the sums' last bits
         BACKWARD.replace("bf16", "f16"), "mma/backward.cuh", "if (p.deterministic) turn.wait();", ""),
 }

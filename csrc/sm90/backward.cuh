@@ -19,6 +19,7 @@ __device__ inline void differentiate_keys(const Backward& f, const BackwardShare
   using Shared = BackwardShared<C>;
   constexpr int kScores = C::kRows / 2, kLast = C::kHeadDimV / 16;
   constexpr bool kRoundEarly = C::kRows == 64;  // P under dP, if there are registers
+  static_assert(kRoundEarly || !C::kGeneral, "s of a general row is not P");
   const int lane = thread % 32, warp = thread / 32, warp_key = warpgroup * 64 + warp * 16;
   const float scale = static_cast<float>(f.p.score.scale) * kLog2E;
   const QuerySums<C> sums{shared, f.p.deterministic, (Shared::kSplitRows ? warpgroup * 4 : 0) + warp,
@@ -49,8 +50,8 @@ __device__ inline void differentiate_keys(const Backward& f, const BackwardShare
     if (C::kStepsInTurn >= kLast) pass_turn();
   };
   const auto weigh_scores = [&](int step) {
-    weigh<C>(s, shared, step, warp_key + lane / 4, scale, lane);
-    if (kRoundEarly) round_operand<C>(p_operand, s);
+    weigh<C>(p_operand, s, f, shared, step, warp_key + lane / 4, scale, lane);
+    if (kRoundEarly && !C::kGeneral) round_operand<C>(p_operand, s);
     hold_waits(s[kScores - 1]);
   };
   const auto multiply_queries = [&](float (&dq)[Shared::kQueryColumns / 2], int step) {
@@ -148,9 +149,9 @@ __device__ inline void differentiate_values(const Backward& f, const BackwardSha
     multiply_rows<C, C::kHeadDim>(s, shared.k(), 0, shared.q(q.stage), [](int) {});
   };
   const auto weigh_scores = [&](int step) {
-    weigh<C>(s, shared, step, warp * 16 + lane / 4, scale, lane);
+    weigh<C>(p_operand, s, f, shared, step, warp * 16 + lane / 4, scale, lane);
     arrive(shared.q_empty(ring_at<C::kQueryStages>(step).stage));
-    round_operand<C>(p_operand, s);
+    if (!C::kGeneral) round_operand<C>(p_operand, s);
   };
   // dQ of a step in parts, two in flight, and behind the last one scores, if any come after those of the next
   // step, which are there.
@@ -233,7 +234,8 @@ __device__ inline void differentiate_products(const Backward& f, const BackwardS
     multiply_rows<C, C::kHeadDimV>(dp, shared.v(), 0, shared.dout(dout.stage), [](int) {});
     ptx::wgmma_wait_group<1>();
     ptx::written_by_wgmma(s);
-    weigh<C>(s, shared, step, warp * 16 + lane / 4, scale, lane);
+    uint32_t p_operand[C::kRows / 16][4];  // of the other warpgroup
+    weigh<C>(p_operand, s, f, shared, step, warp * 16 + lane / 4, scale, lane);
     hold_waits(s[kScores - 1]);
     ptx::wgmma_wait_group<0>();
     ptx::written_by_wgmma(dp);

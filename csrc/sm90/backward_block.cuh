@@ -31,6 +31,9 @@ struct Backward {
   CUtensorMap q, dout, k, v, dk, dv;  // as in Forward
   BackwardParams p;
   KeyOrder order;
+  // Of general rows, in log2 units: 2x of the softcap's tanh x is cap_factor times a product, a logit is
+  // logit_factor times tanh x.  Without a softcap largest_tanh is 0, not 1, and a logit is of a product.
+  float cap_factor, largest_tanh, logit_factor;
 };
 
 // What a block works on.
@@ -48,6 +51,9 @@ struct Step {
   int rank;            // of this block
   int row, rows_left;  // the tile's first row, and how many count from there on
   bool edge;           // is there a row that does not see all keys?
+};
+struct SlopedStep : Step {
+  float slope;  // -slope of ALiBi in log2 units
 };
 
 // Statistics of 16 rows: those of lse, then those of delta, each in the order in which the four lanes of a
@@ -71,6 +77,7 @@ struct BackwardShared {
   using V = SlabTile<C::kKeys, C::kHeadDimV>;
   using DS = SlabTile<C::kRows, C::kKeys>;
   using Slab = SlabTile<C::kKeys, 64>;
+  using OwnStep = std::conditional_t<C::kGeneral, SlopedStep, Step>;
   static constexpr bool kSplitKeys = C::kKeys == 128;  // or warpgroups differ in what they multiply
   static_assert(kSplitKeys ? C::kRows == 64 || C::kRows == 128 : C::kKeys == 64 && C::kRows == 64, "");
   static constexpr int kWarpgroups = 2, kThreads = (kWarpgroups + 1) * 128, kWarps = 4 * kWarpgroups;
@@ -92,7 +99,7 @@ struct BackwardShared {
                        kSumPlace = kScorePlace + kScoreStages * DS::kBytes,
                        kStatisticsPlace = kSumPlace + kWarps * kSumBytes,
                        kStepPlace = kStatisticsPlace + C::kQueryStages * kStatisticsBytes,
-                       kBlockPlace = kStepPlace + kSteps * static_cast<int>(sizeof(Step));
+                       kBlockPlace = kStepPlace + kSteps * static_cast<int>(sizeof(OwnStep));
   static constexpr int kBarrierPlace = kBlockPlace + (static_cast<int>(sizeof(KeyBlock)) + 7) / 8 * 8;
   static constexpr int kBarriers = 3 + 2 * (C::kQueryStages + C::kDOutStages + kScoreStages);
   static constexpr int kBytes = kAlignment + kBarrierPlace + kBarriers * 8;
@@ -118,8 +125,8 @@ struct BackwardShared {
   }
   // Described while the copies of Q are in flight, read until dQ of the step has been added: two steps later.
   static_assert(kSteps >= C::kQueryStages + 2);
-  __device__ Step& step(int step) const {
-    return reinterpret_cast<Step*>(shared_memory + padding + kStepPlace)[step % kSteps];
+  __device__ OwnStep& step(int step) const {
+    return reinterpret_cast<OwnStep*>(shared_memory + padding + kStepPlace)[step % kSteps];
   }
 
   // full: the copy engine has filled the tile, or the warps have written dS.
@@ -259,13 +266,20 @@ __device__ inline void produce_tiles(const Backward& f, const BackwardShared<C>&
     if (lane == 0) {
       const BackwardWorkspace<C> workspace(p);
       const int64_t start = workspace.start(p, block.batch, head, block.q_first) + row / 16;
-      shared.step(step) = {
+      static_cast<Step&>(shared.step(step)) = {
           workspace.sums + start * workspace.kColumnBlocks * workspace.kBlock,
           workspace.turns + (int64_t{block.batch} * p.heads_q + head) * workspace.row_tiles + row / C::kRows,
           block.key / C::kKeys - block.visible.first(row) / C::kKeys,
           row,
           last,
           row < block.whole.first || row + C::kRows > block.whole.last};
+      if constexpr (C::kGeneral) {
+        const PerHead& alibi = p.score.alibi;
+        shared.step(step).slope =
+            alibi.data
+                ? -kLog2E * load_number(alibi.data, DType::f32, block.batch * alibi.batch + head * alibi.head)
+                : 0.f;
+      }
       const uint32_t barrier = barrier_of(cut, shared.q_full(q.stage)),
                      bytes = (min(last, C::kRows) + 15) / 16 * 16 * sizeof(float2);
       ptx::mbarrier_expect_tx(barrier, bytes);
@@ -357,14 +371,32 @@ __device__ inline void round_operand(uint32_t (&to)[n / 8][4], const float (&x)[
   for (int i = 0; i < n / 2; ++i) to[i / 4][i % 4] = ptx::cvt_pack<C::kDType>(x[2 * i], x[2 * i + 1]);
 }
 
-// Scores become weights.
+// Scores become weights.  In a general row s has them times the derivative of the softcap, as dS wants them,
+// which needs no registers of its own, and p has them rounded.
 template <class C, int n>
-__device__ inline void weigh(float (&s)[n], const BackwardShared<C>& shared, int step, int key, float scale,
-                             int lane) {
-  const Step& of_step = shared.step(step);
-  if (of_step.edge) hide_queries(s, shared.block().visible, shared.block().key + key, of_step.row, lane);
-  each_score<n>(shared.statistics(ring_at<C::kQueryStages>(step).stage), lane,
-                [&](int e, float lse) { s[e] = ptx::ex2(fmaf(s[e], scale, -lse)); });
+__device__ inline void weigh(uint32_t (&p)[n / 8][4], float (&s)[n], const Backward& f,
+                             const BackwardShared<C>& shared, int step, int key, float scale, int lane) {
+  if (C::kGeneral && f.largest_tanh > 0)  // tanh, as in ScoreRows::modify
+#pragma unroll
+    for (int e = 0; e < n; ++e) s[e] = 1 - 2 * ptx::rcp(1 + ptx::ex2(s[e] * f.cap_factor));
+  const auto& of_step = shared.step(step);
+  const KeyBlock& block = shared.block();
+  if (of_step.edge) hide_queries(s, block.visible, block.key + key, of_step.row, lane);
+  const uint32_t statistics = shared.statistics(ring_at<C::kQueryStages>(step).stage);
+  if constexpr (C::kGeneral) {
+    const auto distance = static_cast<float>(of_step.row + lane % 4 * 2 + block.visible.len_k -
+                                             block.visible.len_q - block.key - key);
+    float weight[n];
+    each_score<n>(statistics, lane, [&](int e, float lse) {
+      const float away = fabsf(distance + static_cast<float>(e / 4 * 8 + e % 2 - e / 2 % 2 * 8));
+      weight[e] = ptx::ex2(fmaf(s[e], f.logit_factor, fmaf(of_step.slope, away, -lse)));
+      const float tanh = fminf(fabsf(s[e]), f.largest_tanh);  // of a hidden score finite
+      s[e] = weight[e] * fmaf(-tanh, tanh, 1.f);
+    });
+    round_operand<C>(p, weight);
+  } else {
+    each_score<n>(statistics, lane, [&](int e, float lse) { s[e] = ptx::ex2(fmaf(s[e], scale, -lse)); });
+  }
 }
 
 // Keeps the products that this thread waits for next behind its arithmetic, which ends with x: a wait is for

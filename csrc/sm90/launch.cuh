@@ -196,6 +196,10 @@ int launch_backward(const BackwardParams& p, void* stream) {
     Backward f{};
     f.p = p;
     f.order = key_order<C>(p);
+    const Logits of_score = logits(p.score);
+    f.cap_factor = 2 * kLog2E * of_score.cap_slope;
+    f.largest_tanh = p.score.softcap > 0;
+    f.logit_factor = p.score.softcap > 0 ? of_score.softcap : of_score.scale;
     const bool packed_q = p.seqlen_q.cu, packed_k = p.seqlen_k.cu;
     const int64_t q_rows = packed_q ? p.seqlen_q.total : p.seqlen_q.rows,
                   k_rows = packed_k ? p.seqlen_k.total : p.seqlen_k.rows;

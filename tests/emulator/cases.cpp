@@ -64,6 +64,8 @@ void add_general(const Case& base, std::vector<Case>& cases) {
   cases.push_back(with(causal, &Case::softcap, 2.0));
   cases.push_back(with(causal, &Case::alibi, 1));
   cases.push_back(with(wide, &Case::alibi, 2));
+  cases.push_back(
+      with(with(window(shape(wide, 2, 150, 130, 4, 2), 60, 20), &Case::alibi, 2), &Case::softcap, 0.5));
   cases.push_back(with_bias);
   cases.push_back(with(with(with_bias, &Case::bias, kKeys), &Case::deterministic));
   cases.push_back(with(with_bias, &Case::bias, kKeys | kRows));

@@ -194,8 +194,8 @@ class Run:
         for log in SCRATCH.glob(f"{tool}.*.log"):
             log.unlink()
         program = shutil.which("compute-sanitizer") or f"{_build.cuda_home()}/bin/compute-sanitizer"
-        command = [program, "--tool", tool, "--log-file", f"{SCRATCH}/{tool}.%p.log", "--target-processes",
-                   "all", "--report-api-errors", "no"]
+        command = [program, "--tool", tool, "--log-file", f"{SCRATCH}/{tool}.%p.log", "--print-limit", "0",
+                   "--target-processes", "all", "--report-api-errors", "no"]
         if tool != "initcheck":  # which must see who writes what our kernels read
             command += ["--kernel-name", "kns=flashattn"]
         return self.pytest(tool, "tests/test_cuda.py::test_row", "-n", "3", before=command,

@@ -128,7 +128,7 @@ class Sdpa(Peer):
         if shape.alibi:
             return "no ALiBi without a dense bias"
         if shape.deterministic:
-            return "no order of sums of one call's own"
+            return "deterministic by a setting of all of torch only"
         if shape.lengths:
             return "no packed batches"
         if shape.causal and shape.Sq not in (1, shape.Sk):

@@ -20,7 +20,7 @@ enum class Need : uint8_t {
   scale,         // not positive
   head_dim,      // not a multiple of 8
   alignment,     // a base or stride that is not a multiple of 16 bytes
-  many_queries,  // packed, batch_invariant or more than 128 queries
+  many_queries,  // packed, batch_invariant or more queries than a small tile has
   addressing,    // a stride or size that no TMA descriptor holds
   max_logit,
 };
@@ -52,12 +52,6 @@ struct Instance {
 template <class Params>
 using Rows = const Instance<Params>* const*;
 using Tables = std::tuple<Rows<ForwardParams>, Rows<BackwardParams>, Rows<DecodeParams>>;
-
-// Compute capabilities are 10 * major + minor.
-struct CudaDevice {
-  int capability, processors;
-  int64_t shared_bytes;  // that a block may have
-};
 
 // The CUDA kernels of one extension module.
 struct Family {

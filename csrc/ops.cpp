@@ -241,7 +241,7 @@ Tensor run_decode(const Tensor& q, const Tensor& k_cache, const MaybeTensor& v_c
                              o.score.max_seqlen_q, q, q, p.batch);
   check_cache(p, q, k_cache, v_cache, o);
   check_new(p, q, k_cache, v_cache, k_new, v_new, o);
-  const Tensor lengths = check_cache_lengths(p, q, k_cache.size(0), o);
+  const auto lengths = check_cache_lengths(p, q, o);
   check_rotary(p, q, lengths, o);
   check_score(p, o.score, q);
   TORCH_CHECK_VALUE(o.num_splits >= 0, "num_splits is ", o.num_splits, ": expected at least 0 (0 chooses)");
@@ -258,17 +258,17 @@ Tensor run_decode(const Tensor& q, const Tensor& k_cache, const MaybeTensor& v_c
   p.out = view(*out), p.lse = statistic(lse);
   const Tensor rotated = new_tensor(q, p.rotary.cos ? q.sizes() : at::IntArrayRef{0}, q.scalar_type(), false);
   if (p.rotary.cos) p.q_rotated = view(rotated);
-  int64_t longest = p.seqlen_k.rows;
-  if (q.is_cpu() && p.seqlen_k.used) {
-    longest = 0;
-    for (int64_t b = 0; b < p.batch; ++b) longest = std::max<int64_t>(longest, p.seqlen_k.used[b]);
+  p.device = cuda_device_of(q);
+  p.batch_invariant = o.batch_invariant;
+  if (q.is_cpu() || o.batch_invariant || o.num_splits > 0) {
+    int64_t longest = q.is_cpu() ? 0 : p.seqlen_k.rows;
+    for (const int64_t keys : lengths) longest = std::max(longest, keys);
+    constexpr int64_t kTileRows = 128;  // about the query rows that share one pass over the keys
+    const int64_t row_tiles = (p.seqlen_q.rows * (p.heads_q / p.heads_k) + kTileRows - 1) / kTileRows;
+    const Splits splits = decode_splits(p.batch * p.heads_k * row_tiles, longest, at::get_num_threads(),
+                                        o.num_splits, o.batch_invariant);
+    p.splits = splits.count, p.keys_per_split = splits.keys;
   }
-  const int64_t processors = q.is_cpu() ? at::get_num_threads() : cuda_device_of(q).processors;
-  constexpr int64_t kTileRows = 128;  // about the query rows that share one pass over the keys
-  const int64_t row_tiles = (p.seqlen_q.rows * (p.heads_q / p.heads_k) + kTileRows - 1) / kTileRows;
-  const Splits splits =
-      decode_splits(p.batch * p.heads_k * row_tiles, longest, processors, o.num_splits, o.batch_invariant);
-  p.splits = splits.count, p.keys_per_split = splits.keys;
   launch(p, q);
   return lse;
 }

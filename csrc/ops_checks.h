@@ -386,6 +386,7 @@ void check_cache(DecodeParams& p, const Tensor& q, const Tensor& k_cache, const 
   p.k = const_view(k_cache), p.v = v_cache ? const_view(*v_cache) : p.k;
   p.heads_k = k_cache.size(2);
   p.seqlen_k.rows = k_cache.size(1);
+  p.cache.entries = k_cache.size(0);
   if (o.page_table) {
     const Tensor& table = *o.page_table;
     TORCH_CHECK_TYPE(table.scalar_type() == at::kInt, "page_table has dtype ", table.scalar_type(),
@@ -402,7 +403,7 @@ void check_cache(DecodeParams& p, const Tensor& q, const Tensor& k_cache, const 
     p.cache.page_table = table.const_data_ptr<int32_t>();
     p.cache.page_table_stride = table.stride(0);
     p.cache.page_size = k_cache.size(1);
-    p.seqlen_k.rows = table.size(1) * p.cache.page_size;
+    p.seqlen_k.rows = p.cache.entries > 0 ? table.size(1) * p.cache.page_size : 0;
   } else if (o.cache_batch_idx) {
     check_integers("cache_batch_idx", *o.cache_batch_idx, q, p.batch);
     p.cache.batch_index = o.cache_batch_idx->const_data_ptr<int32_t>();
@@ -439,53 +440,41 @@ void check_new(DecodeParams& p, const Tensor& q, const Tensor& k_cache, const Ma
   }
 }
 
-// The keys of each sequence, empty where only the device knows them.
-std::vector<int64_t> known_lengths(const DecodeParams& p, const Tensor& lengths) {
-  if (!lengths.defined()) return std::vector<int64_t>(p.batch, p.seqlen_k.rows);
-  const Contents numbers(lengths);
-  std::vector<int64_t> keys(numbers ? p.batch : 0);
-  for (size_t b = 0; b < keys.size(); ++b) keys[b] = numbers[b];
-  return keys;
-}
-
-// The keys of each sequence after the append; owns the result.  Contents are checked before anything is
-// written.
-Tensor check_cache_lengths(DecodeParams& p, const Tensor& q, int64_t pages, const DecodeOptions& o) {
-  Tensor lengths;
+// The keys of each sequence after the append, empty where only the device knows them.  Contents are checked
+// before anything is written.
+std::vector<int64_t> check_cache_lengths(DecodeParams& p, const Tensor& q, const DecodeOptions& o) {
+  std::vector<int64_t> keys(o.cache_seqlens ? 0 : p.batch, p.seqlen_k.rows);
   if (o.cache_seqlens) {
     check_integers("cache_seqlens", *o.cache_seqlens, q, p.batch);
-    lengths = *o.cache_seqlens;
-    const int64_t added = !p.k_new.data || p.seqlen_q.cu ? 0 : p.new_rows;
-    const Contents before(lengths), starts(o.score.cu_seqlens_q);
+    p.seqlen_k.used = o.cache_seqlens->const_data_ptr<int32_t>();
+    if (p.k_new.data && p.seqlen_q.cu)
+      p.seqlen_k.appended_cu = p.seqlen_q.cu;
+    else if (p.k_new.data)
+      p.seqlen_k.appended = p.new_rows;
+    const Contents before(o.cache_seqlens), starts(o.score.cu_seqlens_q);
     for (int64_t b = 0; before && b < p.batch; ++b) {
-      const int64_t fresh = p.k_new.data && starts ? starts[b + 1] - starts[b] : added;
+      const int64_t fresh = p.seqlen_k.appended_cu ? starts[b + 1] - starts[b] : p.seqlen_k.appended;
       check_between("cache_seqlens", before, b, 0, p.seqlen_k.rows - fresh,
                     "so that the sequence with its new keys fits in the cache");
+      keys.push_back(before[b] + fresh);
     }
-    if (p.k_new.data && p.seqlen_q.cu) {
-      const Tensor& cu = *o.score.cu_seqlens_q;
-      lengths = at::add(lengths, at::sub(cu.slice(0, 1), cu.slice(0, 0, p.batch)));
-    } else if (added > 0) {
-      lengths = at::add(lengths, added);
-    }
-    p.seqlen_k.used = lengths.const_data_ptr<int32_t>();
   }
   if (o.leftpad) {
     check_integers("leftpad", *o.leftpad, q, p.batch);
     p.cache.leftpad = o.leftpad->const_data_ptr<int32_t>();
   }
   const Contents pads(o.leftpad), ids(o.page_table);
-  const auto keys = known_lengths(p, lengths);
   for (size_t b = 0; b < keys.size(); ++b) {
     if (pads) check_between("leftpad", pads, b, 0, keys[b], "keys of the sequence");
     for (int64_t page = 0; ids && page * p.cache.page_size < keys[b]; ++page)
-      TORCH_CHECK_VALUE(ids.at(b, page) >= 0 && ids.at(b, page) < pages, "page_table[", b, ", ", page,
-                        "] = ", ids.at(b, page), ": expected 0 to ", pages - 1, ", pages of the cache");
+      TORCH_CHECK_VALUE(ids.at(b, page) >= 0 && ids.at(b, page) < p.cache.entries, "page_table[", b, ", ", page,
+                        "] = ", ids.at(b, page), ": expected 0 to ", p.cache.entries - 1, ", pages of the cache");
   }
-  return lengths;
+  return keys;
 }
 
-void check_rotary(DecodeParams& p, const Tensor& q, const Tensor& lengths, const DecodeOptions& o) {
+void check_rotary(DecodeParams& p, const Tensor& q, const std::vector<int64_t>& keys,
+                  const DecodeOptions& o) {
   TORCH_CHECK_VALUE(o.rotary_cos.has_value() == o.rotary_sin.has_value(),
                     o.rotary_cos ? "rotary_sin" : "rotary_cos",
                     " is None: expected both rotary_cos and rotary_sin, or neither");
@@ -504,7 +493,6 @@ void check_rotary(DecodeParams& p, const Tensor& q, const Tensor& lengths, const
   const bool every_query = o.score.causal || o.score.window_left >= 0 || o.score.window_right >= 0;
   p.rotary = {cos.const_data_ptr(), sin.const_data_ptr(), to_dtype(cos.scalar_type()), cos.stride(0),
               sin.stride(0),        2 * cos.size(1),      o.rotary_interleaved,        every_query};
-  const auto keys = known_lengths(p, lengths);
   for (size_t b = 0; b < keys.size(); ++b) {
     const int64_t positions = keys[b] + (!every_query && !p.k_new.data);
     TORCH_CHECK_VALUE(cos.size(0) >= positions, "rotary_cos has ", cos.size(0),

@@ -42,10 +42,14 @@ struct Lengths {
   int64_t total;        // rows of all sequences in the tensor
   const int32_t* cu;    // (B + 1), null: dense
   const int32_t* used;  // (B), null: all rows count
+  // Rows that come behind the used ones: so many of each sequence, and those of a packed tensor (B + 1).
+  int64_t appended;
+  const int32_t* appended_cu;  // null: none
 };
 
 // Where the keys of a sequence lie when k and v are a cache.
 struct Cache {
+  int64_t entries;            // pages, or rows of the batch dimension
   const int32_t* page_table;  // (B, max_pages), null: not paged
   int64_t page_table_stride, page_size;
   const int32_t* batch_index;  // (B), null: row b of the cache
@@ -112,13 +116,22 @@ struct Rotary {
   bool every_query;  // each query at its own position, otherwise all at the first new one
 };
 
+// A GPU; all zero on the CPU.
+struct CudaDevice {
+  int capability;  // 10 * major + minor
+  int processors;
+  int64_t shared_bytes;  // that a block may have
+};
+
 // k and v are the cache, written in place where there are new keys; seqlen_k counts them.
 struct DecodeParams : ForwardParams {
   Tensor4 k_new, v_new;  // (B, Snew, Hk, D or Dv), packed like q; null data: nothing to append
   int64_t new_rows;      // dense Snew; packed: those of q
   Tensor4 q_rotated;     // scratch like q; null data: no rotary
   Rotary rotary;
-  int64_t splits, keys_per_split;  // split s holds keys [s, s + 1) * keys_per_split of its sequence
+  // Split s holds keys [s, s + 1) * keys_per_split of its sequence; 0 splits: the kernel divides the work.
+  int64_t splits, keys_per_split;
+  CudaDevice device;
 };
 
 }  // namespace flashattn

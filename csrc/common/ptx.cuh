@@ -76,6 +76,10 @@ __device__ inline float4 ld_shared_f32x4(uint32_t from) {
   return x;
 }
 
+__device__ inline void st_shared_f32x2(uint32_t to, float2 x) {
+  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(to), "f"(x.x), "f"(x.y) : "memory");
+}
+
 __device__ inline void st_shared_f32x4(uint32_t to, float4 x) {
   asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(to), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w)
                : "memory");

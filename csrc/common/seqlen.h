@@ -20,7 +20,10 @@ FLASHATTN_HD Sequence sequence(const Lengths& lengths, int64_t batch) {
   const int64_t first = lengths.cu ? clamp(lengths.cu[batch], 0, lengths.total) : 0;
   const int64_t most = clamp(lengths.rows, 0, lengths.total - first);  // what tensors and workspaces have
   const int64_t allotted = lengths.cu ? clamp(lengths.cu[batch + 1] - first, 0, most) : lengths.rows;
-  return {first, lengths.used ? clamp(lengths.used[batch], 0, allotted) : allotted, allotted};
+  if (!lengths.used) return {first, allotted, allotted};
+  int64_t used = lengths.used[batch] + lengths.appended;
+  if (lengths.appended_cu) used += lengths.appended_cu[batch + 1] - lengths.appended_cu[batch];
+  return {first, clamp(used, 0, allotted), allotted};
 }
 
 }  // namespace flashattn

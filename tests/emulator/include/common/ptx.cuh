@@ -45,6 +45,7 @@ inline uint4 ld_shared_16(uint32_t from, Site site = {}) { return ld_shared<uint
 inline float ld_shared_f32(uint32_t from, Site site = {}) { return ld_shared<float>(from, site); }
 inline float2 ld_shared_f32x2(uint32_t from, Site site = {}) { return ld_shared<float2>(from, site); }
 inline float4 ld_shared_f32x4(uint32_t from, Site site = {}) { return ld_shared<float4>(from, site); }
+inline void st_shared_f32x2(uint32_t to, float2 x, Site site = {}) { st_shared(to, x, site); }
 inline void st_shared_f32x4(uint32_t to, float4 x, Site site = {}) { st_shared(to, x, site); }
 
 // Lane 8 i + r gives the address of row r of matrix i.  Lane l gets elements 2 (l % 4) + {0, 1} of row l / 4

@@ -467,8 +467,9 @@ std::vector<int64_t> check_cache_lengths(DecodeParams& p, const Tensor& q, const
   for (size_t b = 0; b < keys.size(); ++b) {
     if (pads) check_between("leftpad", pads, b, 0, keys[b], "keys of the sequence");
     for (int64_t page = 0; ids && page * p.cache.page_size < keys[b]; ++page)
-      TORCH_CHECK_VALUE(ids.at(b, page) >= 0 && ids.at(b, page) < p.cache.entries, "page_table[", b, ", ", page,
-                        "] = ", ids.at(b, page), ": expected 0 to ", p.cache.entries - 1, ", pages of the cache");
+      TORCH_CHECK_VALUE(ids.at(b, page) >= 0 && ids.at(b, page) < p.cache.entries, "page_table[", b, ", ",
+                        page, "] = ", ids.at(b, page), ": expected 0 to ", p.cache.entries - 1,
+                        ", pages of the cache");
   }
   return keys;
 }

@@ -11,8 +11,8 @@ namespace flashattn {
 // the cache.
 template <class E>
 struct CacheRows {
-  E* base;         // row 0 of the sequence, or of page 0
-  int64_t stride;  // of rows
+  E* base;               // row 0 of the sequence, or of page 0
+  int64_t stride;        // of rows
   const int32_t* pages;  // of the sequence, null: not paged
   int64_t page_stride, page_size, page_count;
 
@@ -24,7 +24,8 @@ struct CacheRows {
         page_size(p.cache.page_size),
         page_count(p.cache.entries) {
     if (pages) return;
-    base += (p.cache.batch_index ? clamp(p.cache.batch_index[batch], 0, p.cache.entries - 1) : batch) * x.batch;
+    base +=
+        (p.cache.batch_index ? clamp(p.cache.batch_index[batch], 0, p.cache.entries - 1) : batch) * x.batch;
   }
 
   // Of a key of the sequence; I is the type in which it is divided.

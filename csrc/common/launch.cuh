@@ -8,10 +8,11 @@
 namespace flashattn {
 
 // Launches `blocks` blocks, numbered by block_index(): as many as can be in x, the rest in y.  Returns a
-// cudaError_t.
+// cudaError_t.  With `overlap`, for devices from 9.0 on, they may start before the kernel ahead in the stream
+// has ended, and wait for it themselves (ptx::griddepcontrol_wait).
 template <class Params>
 int launch_kernel(void (*kernel)(Params), int64_t blocks, int threads, int shared_bytes, const Params& p,
-                  cudaStream_t stream) {
+                  cudaStream_t stream, bool overlap = false) {
   if (blocks == 0) return cudaSuccess;
   if (const auto error =
           cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes))
@@ -19,8 +20,21 @@ int launch_kernel(void (*kernel)(Params), int64_t blocks, int threads, int share
   constexpr int64_t kLargestX = 0x7FFFFFFF;
   const int64_t y = (blocks + kLargestX - 1) / kLargestX;
   const dim3 grid(static_cast<unsigned>((blocks + y - 1) / y), static_cast<unsigned>(y));
-  kernel<<<grid, threads, shared_bytes, stream>>>(p);
-  return cudaGetLastError();
+  if (!overlap) {
+    kernel<<<grid, threads, shared_bytes, stream>>>(p);
+    return cudaGetLastError();
+  }
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = grid;
+  config.blockDim = threads;
+  config.dynamicSmemBytes = shared_bytes;
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  return cudaLaunchKernelEx(&config, kernel, p);
 }
 
 }  // namespace flashattn

@@ -206,4 +206,24 @@ __device__ inline void red_add_release(int* to, int x) {
   asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(to), "r"(x) : "memory");
 }
 
+// `threads` threads, whole warps, wait for each other at a barrier of their own.
+__device__ inline void bar_sync(int barrier, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
+// Until the kernels before in the stream have ended and what they wrote is visible.  Before compute
+// capability 9.0 a kernel starts after that.
+__device__ inline void griddepcontrol_wait() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// The kernel behind in the stream may take the place of blocks that end, if it waits likewise.
+__device__ inline void griddepcontrol_launch_dependents() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
 }  // namespace flashattn::ptx

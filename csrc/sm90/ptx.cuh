@@ -48,16 +48,6 @@ __device__ inline void mbarrier_wait(uint32_t barrier, uint32_t parity) {
       : "memory");
 }
 
-// ---- launches that overlap -----------------------------------------------------------------------------
-
-// Until the kernels before in the stream have ended and what they wrote is visible.
-__device__ inline void griddepcontrol_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-
-// The kernel behind in the stream may take the place of blocks that end, if it waits likewise.
-__device__ inline void griddepcontrol_launch_dependents() {
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-}
-
 // ---- copies of tensor tiles ----------------------------------------------------------------------------
 
 // Hints for the L2 cache, as createpolicy makes them.
@@ -137,10 +127,6 @@ __device__ inline void setmaxnreg_dec() {
 template <int registers>
 __device__ inline void setmaxnreg_inc() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(registers));
-}
-
-__device__ inline void bar_sync(int barrier, int threads) {
-  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
 __device__ inline void bar_arrive(int barrier, int threads) {

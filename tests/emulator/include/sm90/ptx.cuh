@@ -23,9 +23,6 @@ inline void mbarrier_wait(uint32_t barrier, uint32_t parity, Site site = {}) {
   emulator::wait_for_barrier(barrier, parity, site);
 }
 
-inline void griddepcontrol_wait() {}
-inline void griddepcontrol_launch_dependents() {}
-
 constexpr uint64_t kEvictFirst = 0, kEvictLast = 1;
 inline void prefetch_tensormap(const CUtensorMap*) {}
 
@@ -89,9 +86,6 @@ template <int registers>
 void setmaxnreg_dec() {}
 template <int registers>
 void setmaxnreg_inc() {}
-inline void bar_sync(int barrier, int threads, Site site = {}) {
-  emulator::named_barrier(barrier, threads, true, site);
-}
 inline void bar_arrive(int barrier, int threads, Site site = {}) {
   emulator::named_barrier(barrier, threads, false, site);
 }

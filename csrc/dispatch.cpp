@@ -106,6 +106,14 @@ uint32_t needs(const ForwardParams& p) {
          needs(p.out, p.seqlen_q, p.heads_q, p);
 }
 
+uint32_t needs(const DecodeParams& p) {
+  constexpr int64_t kSmallTile = 8, kTile = 16;
+  const int64_t rows = p.seqlen_q.rows * (p.heads_q / p.heads_k);
+  const bool any = p.batch_invariant || p.seqlen_q.cu;
+  return (needs(static_cast<const ForwardParams&>(p)) & ~set_of(Need::many_queries)) |
+         need_if(any || rows > kTile, Need::many_queries) | need_if(any || rows > kSmallTile, Need::many_rows);
+}
+
 uint32_t needs(const BackwardParams& p) {
   return needs(static_cast<const ForwardParams&>(p)) | needs(p.dout, p.seqlen_q, p.heads_q, p);
 }

@@ -27,6 +27,7 @@ struct Problem {
 // What the call asks of its kernel, as bits of Need.
 uint32_t needs(const ForwardParams& p);
 uint32_t needs(const BackwardParams& p);
+uint32_t needs(const DecodeParams& p);
 
 // In the order of Need: its name in csrc/instances.py, and what a row that lacks it does not serve.
 constexpr std::pair<const char*, const char*> kNeeds[] = {
@@ -38,7 +39,8 @@ constexpr std::pair<const char*, const char*> kNeeds[] = {
     {"scale", "a scale that is not positive"},
     {"head_dim", "a head dim that is not a multiple of 8"},
     {"alignment", "a tensor whose base or strides are not multiples of 16 bytes"},
-    {"many_queries", "packed sequences, batch_invariant or more than 128 queries"},
+    {"many_queries", "packed sequences, batch_invariant or many queries"},
+    {"many_rows", "more than 8 queries and heads of a KV head"},
     {"addressing", "a stride of 0 or too large for TMA"},
     {"max_logit", "return_max_logit"}};
 static_assert(kEveryNeed == (1u << std::size(kNeeds)) - 1);

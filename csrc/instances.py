@@ -22,8 +22,8 @@ MODULES = ("cpu", *CUDA_MODULES)
 ABI_HEADERS = ("params.h", "instance.h")  # what the modules share
 # What a call may ask beyond a softmax over all keys, Need in instance.h; a row serves some of them.
 NEEDS = ("softcap", "alibi", "bias", "mask", "dropout", "scale", "head_dim", "alignment", "many_queries",
-         "addressing", "max_logit")
-PLAIN = ("many_queries", "addressing", "max_logit")  # what costs a kernel nothing
+         "many_rows", "addressing", "max_logit")
+PLAIN = ("many_queries", "many_rows", "addressing", "max_logit")  # what costs a kernel nothing
 
 
 @dataclass(frozen=True)
@@ -185,6 +185,42 @@ class Mma(TensorCores):
             "Arch": self.level, "HeadDim": self.head_dim, "HeadDimV": self.head_dim_v, "Rows": self.rows,
             "Keys": self.keys, "Warps": self.warps, "Stages": self.stages, "MinBlocks": self.min_blocks,
             "RowWarps": self.row_warps, "KeyWarps": self.key_warps}, {"General": self.general})
+
+
+@dataclass(frozen=True)
+class MmaDecode(TensorCores):
+    """A decode of mma.sync instructions: rows are queries of every head of a KV head's group."""
+
+    row_blocks: int  # of 8 rows each, of a row warp
+    row_warps: int
+    key_warps: int
+    warp_keys: int  # that a key warp takes at a time
+    stages: int  # tiles of a key warp, of K and V in turn
+    min_blocks: int  # that must fit on a multiprocessor
+
+    @property
+    def rows(self) -> int:
+        return 8 * self.row_blocks * self.row_warps
+
+    @property
+    def keys(self) -> int:
+        return self.key_warps * self.warp_keys
+
+    @property
+    def name(self) -> str:
+        return self.name_with("")
+
+    @property
+    def serves(self) -> tuple[str, ...]:
+        return tuple(need for need in NEEDS if not (
+            need == "many_rows" and self.rows <= 8 or need == "many_queries" and self.rows <= 16))
+
+    def unit(self) -> str:
+        return self.unit_with("mma", {
+            "Arch": self.level, "HeadDim": self.head_dim, "HeadDimV": self.head_dim_v,
+            "RowBlocks": self.row_blocks, "RowWarps": self.row_warps, "KeyWarps": self.key_warps,
+            "Keys": self.warp_keys,
+            "Stages": self.stages, "MinBlocks": self.min_blocks}, {"General": True})
 
 
 @dataclass(frozen=True)
@@ -442,7 +478,28 @@ _SM75_TILES = (  # 64 KB of shared memory, no asynchronous copies
     ("backward", 64, 64, True, 64, 64, 8, 1, 1, 4, 4),
     ("backward", 128, 128, True, 32, 32, 4, 1, 1, 2, 2),
 )
-_FEW = ("max_logit",)
+# head dims, row blocks, row warps, key warps, keys of a warp, stages, min_blocks.
+_SM80_DECODE = (
+    (64, 64, 1, 1, 4, 32, 6, 2),
+    (64, 64, 2, 1, 4, 32, 5, 2),
+    (64, 64, 4, 2, 2, 32, 4, 2),
+    (128, 128, 1, 1, 4, 16, 6, 2),
+    (128, 128, 2, 1, 4, 16, 5, 2),
+    (128, 128, 4, 2, 2, 16, 5, 2),
+    (192, 128, 2, 1, 4, 16, 3, 2),
+    (192, 128, 4, 2, 2, 16, 4, 2),
+    (256, 256, 1, 1, 4, 16, 3, 2),
+    (256, 256, 1, 1, 2, 16, 5, 2),
+    (256, 256, 2, 1, 4, 16, 2, 2),
+    (256, 256, 2, 4, 1, 16, 4, 2),
+)
+_SM75_DECODE = (
+    (64, 64, 1, 1, 4, 16, 2, 2),
+    (64, 64, 2, 4, 1, 32, 2, 2),
+    (128, 128, 1, 1, 4, 16, 2, 2),
+    (128, 128, 2, 4, 1, 16, 2, 2),
+)
+_FEW = ("max_logit", "many_rows")
 _MANY = (*_FEW, "many_queries")
 _SCORES = (*_MANY, "softcap", "alibi")
 # op, head dims (D, Dv), serves, keys in a tile, warpgroups, blocks, stages of q, k and v,
@@ -472,7 +529,8 @@ _SM90_BACKWARD = (
     ("backward", 128, 128, _SCORES, 128, 64, 3, 3, 4, True),
     ("backward", 256, 256, _SCORES, 64, 64, 2, 2, 0, False),
 )
-_MMA = {"sm80": (_SM80_TILES, ("bfloat16", "float16")), "sm75": (_SM75_TILES, ("float16",))}
+_MMA = {"sm80": (_SM80_TILES, _SM80_DECODE, ("bfloat16", "float16")),
+        "sm75": (_SM75_TILES, _SM75_DECODE, ("float16",))}
 _SIMT_OPS = ("forward", "backward")
 
 
@@ -484,8 +542,9 @@ def _hopper() -> list:
 
 def _cuda(family: str) -> list:
     """The rows of a family: tensor cores first, then what serves the rest."""
-    tiles, dtypes = _MMA[family]
+    tiles, decode_tiles, dtypes = _MMA[family]
     mma = [Mma(op, family, dtype, *tile) for op, *tile in tiles for dtype in dtypes]
+    mma += [MmaDecode("decode", family, dtype, *tile) for tile in decode_tiles for dtype in dtypes]
     return mma + [Simt(op, family, dtype) for op in _SIMT_OPS for dtype in DTYPES]
 
 

@@ -361,7 +361,7 @@ def test_forced_and_missing(faked):
         "old": "was not built for compute capability 9.0, only for 7.5"}
 
 
-MANY = "packed sequences, batch_invariant or more than 128 queries"
+MANY = "packed sequences, batch_invariant or many queries"
 MULTIPLE = "a head dim that is not a multiple of 8"
 VECTORS = "a tensor whose base or strides are not multiples of 16 bytes"
 STRIDE = "a stride of 0 or too large for TMA"

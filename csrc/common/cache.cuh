@@ -39,7 +39,7 @@ struct CacheRows {
 };
 
 // The first key of a sequence that counts.
-FLASHATTN_HD int64_t first_key(const ForwardParams& p, int64_t batch, const Sequence& k) {
+FLASHATTN_HD int64_t first_unpadded(const ForwardParams& p, int64_t batch, const Sequence& k) {
   return p.cache.leftpad ? clamp(p.cache.leftpad[batch], 0, k.length) : 0;
 }
 

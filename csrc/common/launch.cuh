@@ -20,6 +20,11 @@ int launch_kernel(void (*kernel)(Params), int64_t blocks, int threads, int share
   constexpr int64_t kLargestX = 0x7FFFFFFF;
   const int64_t y = (blocks + kLargestX - 1) / kLargestX;
   const dim3 grid(static_cast<unsigned>((blocks + y - 1) / y), static_cast<unsigned>(y));
+  // A multiprocessor that divides its memory anew waits until it is idle: kernels that overlap agree.
+  if (overlap)
+    if (const auto error = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
+                                                cudaSharedmemCarveoutMaxShared))
+      return error;
   if (!overlap) {
     kernel<<<grid, threads, shared_bytes, stream>>>(p);
     return cudaGetLastError();

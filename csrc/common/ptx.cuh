@@ -100,6 +100,13 @@ __device__ inline void ldmatrix_x4_trans(uint32_t (&to)[4], uint32_t from) {
                : "memory");
 }
 
+// An 8x8 matrix of 16-bit elements transposed: lane l has columns 2 (l % 4) + {0, 1} of row l / 4.
+__device__ inline uint32_t movmatrix_trans(uint32_t x) {
+  uint32_t y;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
+  return y;
+}
+
 // d (16x8) += a (16x16) b (16x8)
 template <DType dtype>
 __device__ inline void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {

@@ -58,6 +58,9 @@ __device__ inline bool modifies(const Score& score) {
   return score.softcap > 0 || score.alibi.data || score.bias.data || score.mask.data || score.scale <= 0;
 }
 
+// tanh of x / (2 log2 e), 1 - 2 / (1 + 2^x), to about 1e-7.
+__device__ inline float softcap_tanh(float x) { return 1 - 2 * ptx::rcp(1 + ptx::ex2(x)); }
+
 // A warp's scores: rows from `row` and keys from `key` on of one head.
 struct ScoreTile {
   const ForwardParams& p;
@@ -137,7 +140,6 @@ struct ScoreTile {
       }
   }
 
-  // tanh x = 1 - 2 / (1 + e^2x), to about 1e-7.
   template <int kM, int kN>
   __device__ void softcap(Accumulator<kM, kN>& s, float cap, Accumulator<kM, kN>* cap_slope) const {
     const float twice = 2 * kLog2E / cap;
@@ -147,7 +149,7 @@ struct ScoreTile {
       for (int n = 0; n < kN; ++n)
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
-          const float t = 1 - 2 * ptx::rcp(1 + ptx::ex2(s.x[m][n][e] * twice));
+          const float t = softcap_tanh(s.x[m][n][e] * twice);
           s.x[m][n][e] = cap * t;
           if (cap_slope) cap_slope->x[m][n][e] = 1 - t * t;
         }

@@ -20,6 +20,19 @@ __device__ inline float quad_sum(float x) {
   return x + __shfl_xor_sync(0xFFFFFFFFu, x, 2);
 }
 
+// The same over the lanes that hold a column of an accumulator.
+__device__ inline float column_max(float x) {
+#pragma unroll
+  for (int lanes = 4; lanes < 32; lanes *= 2) x = fmaxf(x, __shfl_xor_sync(0xFFFFFFFFu, x, lanes));
+  return x;
+}
+
+__device__ inline float column_sum(float x) {
+#pragma unroll
+  for (int lanes = 4; lanes < 32; lanes *= 2) x += __shfl_xor_sync(0xFFFFFFFFu, x, lanes);
+  return x;
+}
+
 // Normaliser and statistics of a finished row.
 struct RowResult {
   float factor, lse, max_logit;

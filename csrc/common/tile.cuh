@@ -73,6 +73,12 @@ struct OperandBTransposed : ColumnsInOrder<T> {
   using ColumnsInOrder<T>::ColumnsInOrder;
   __device__ void load(uint32_t (&b)[4], int k, int n) const { ptx::ldmatrix_x4(b, this->at(n, k)); }
 };
+// B of two neighbouring k16 steps of one n8 tile, block (8 rows n, 32 columns k) transposed.
+template <class T>
+struct ColumnBlocks : BlockReader<T> {
+  __device__ ColumnBlocks(const T& tile, int lane) : BlockReader<T>(tile, lane & 7, lane >> 3) {}
+  __device__ void load(uint32_t (&b)[4], int n, int k) const { ptx::ldmatrix_x4(b, this->at(n, k)); }
+};
 // B of two neighbouring n8 tiles, block (rows k, columns n).
 template <class T>
 struct OperandB : RowsInOrder<T> {
@@ -175,6 +181,18 @@ __device__ inline void copy_16(uint32_t to, const void* from, bool valid = true)
     ptx::st_shared_16(to, valid ? *static_cast<const uint4*>(from) : uint4{0, 0, 0, 0});
 }
 
+// A chunk, of which `count` elements exist, to shared memory.
+template <class C>
+__device__ inline void copy_chunk(uint32_t to, const uint16_t* from, int count) {
+  if constexpr (C::kGeneral) {
+    if (count > 0 && (count < kChunk || !aligned_16(from))) {
+      ptx::st_shared_16(to, gather_chunk(from, count));
+      return;
+    }
+  }
+  copy_16<C>(to, from, count > 0);
+}
+
 // Copies rows of 16-bit elements from global memory into a tile, asynchronously where the architecture can.
 // Rows outside [first, last) and columns from `columns` on become zeros and are not read.
 template <class C, class T, int threads>
@@ -195,20 +213,9 @@ struct RowCopy {
           static_cast<unsigned>(row - first + lane_row + pass) < static_cast<unsigned>(last - first);
 #pragma unroll
       for (int group = 0; group < T::kColumns / kChunk; group += kLanes)
-        copy(lane_to + (pass * T::kPitch + group * kChunk * 2), from + pass * stride + group * kChunk,
-             row_counts ? lane_columns - group * kChunk : 0);
+        copy_chunk<C>(lane_to + (pass * T::kPitch + group * kChunk * 2),
+                      from + pass * stride + group * kChunk, row_counts ? lane_columns - group * kChunk : 0);
     }
-  }
-
- private:
-  __device__ static void copy(uint32_t to, const uint16_t* from, int count) {
-    if constexpr (C::kGeneral) {
-      if (count > 0 && (count < kChunk || !aligned_16(from))) {
-        ptx::st_shared_16(to, gather_chunk(from, count));
-        return;
-      }
-    }
-    copy_16<C>(to, from, count > 0);
   }
 };
 
@@ -250,6 +257,21 @@ __device__ inline void store_chunk(uint16_t* to, uint4 x, int count) {
   __builtin_memcpy(elements, &x, sizeof x);
 #pragma unroll
   for (int e = 0; e < kChunk; ++e)
+    if (e < count) to[e] = elements[e];
+}
+
+// Four numbers, of which `count` exist, rounded to 16 bits.
+template <class C>
+__device__ inline void store_four(uint16_t* to, float4 x, int count) {
+  const uint2 packed{ptx::cvt_pack<C::kDType>(x.x, x.y), ptx::cvt_pack<C::kDType>(x.z, x.w)};
+  if (count >= 4 && (reinterpret_cast<uintptr_t>(to) & 7) == 0) {
+    *reinterpret_cast<uint2*>(to) = packed;
+    return;
+  }
+  uint16_t elements[4];
+  __builtin_memcpy(elements, &packed, sizeof packed);
+#pragma unroll
+  for (int e = 0; e < 4; ++e)
     if (e < count) to[e] = elements[e];
 }
 

@@ -1,14 +1,23 @@
 // Host side of the mma.sync kernels: grids, shared memory, order of the launches.
 #pragma once
 
+#include <algorithm>
+#include <climits>
 #include <type_traits>
 
+#include "any/append.cuh"
 #include "any/gradients.cuh"
 #include "common/launch.cuh"
 #include "mma/backward.cuh"
+#include "mma/decode.cuh"
 #include "mma/forward.cuh"
 
 namespace flashattn::mma {
+
+constexpr int kLongSplit = 1 << 16;  // keys
+
+template <class C>
+using Element = std::conditional_t<C::kDType == DType::bf16, __nv_bfloat16, __half>;
 
 template <class C>
 constexpr int64_t forward_shared_bytes() {
@@ -40,17 +49,87 @@ Workspace backward_workspace(const BackwardParams& p) {
 
 template <class C>
 int launch_backward(const BackwardParams& p, void* stream) {
-  using Element = std::conditional_t<C::kDType == DType::bf16, __nv_bfloat16, __half>;
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
   return launch_backward_rows<C, StatisticsInRows>(p, cuda_stream, [&] {
     BackwardParams main = p;
     if (p.deterministic && p.dbias.data) {  // blocks would add to it in any order
-      if (const int error = any::launch_bias_gradient<Element>(p, cuda_stream)) return error;
+      if (const int error = any::launch_bias_gradient<Element<C>>(p, cuda_stream)) return error;
       main.dbias.data = nullptr;
     }
     return launch_kernel(backward_kernel<C>, backward_tiles<C>(p).count(), C::kWarps * 32,
                          BackwardTiles<C>::kBytes, main, cuda_stream);
   });
+}
+
+template <class C>
+constexpr int64_t decode_shared_bytes() {
+  return DecodeTiles<C>::kBytes;
+}
+
+// Can the rows of a tensor be copied in whole chunks?
+inline bool in_chunks(const Tensor4& x, int64_t columns) {
+  return columns % kChunk == 0 && reinterpret_cast<uintptr_t>(x.data) % 16 == 0 &&
+         ((x.batch | x.row | x.head) % kChunk) == 0;
+}
+
+// How a decode is divided, and what of it waits for the merge.
+template <class C>
+Decode divided(const DecodeParams& p) {
+  constexpr int64_t kRows = DecodeTiles<C>::kRows;
+  Decode d{p};
+  if (p.rotary.cos) d.q = p.q_rotated;
+  const int64_t group = p.heads_q / p.heads_k;
+  const int64_t tiles = (p.seqlen_q.rows * group + kRows - 1) / kRows * p.heads_k,
+                units = std::max<int64_t>(1, (p.seqlen_k.rows + kUnitKeys - 1) / kUnitKeys);
+  d.group = Divisor(static_cast<unsigned>(group));
+  d.window_left = static_cast<int>(std::min<int64_t>(p.score.window_left, 1 << 30));
+  d.most_tiles = static_cast<int>(std::min<int64_t>(tiles, INT_MAX));
+  d.chunks_q = in_chunks(d.q, p.head_dim), d.chunks_k = in_chunks(p.k, p.head_dim);
+  d.chunks_v = in_chunks(p.v, p.head_dim_v);
+  if (p.splits == 0 && tiles * p.batch * units > INT_MAX) {  // so much work needs no equal shares
+    d.splits = std::max<int64_t>(1, (p.seqlen_k.rows + kLongSplit - 1) / kLongSplit);
+    d.keys_per_split = kLongSplit;
+  }
+  if (d.splits > 0) {
+    d.merge_by_tile = true;
+    d.merges = d.splits > 1 ? tiles * p.batch : 0;
+    d.slots = d.merges * d.splits;
+  } else {
+    d.shares = Divisor(C::kMinBlocks * std::max(1, p.device.processors));
+    d.shares = Divisor(Shares(static_cast<unsigned>(tiles * p.batch * units), d.shares).count);
+    const int64_t cuts = d.shares.value - 1;
+    d.merge_by_tile = !p.seqlen_q.cu && tiles * p.batch <= cuts;
+    d.merges = d.merge_by_tile ? tiles * p.batch : cuts;
+    d.slots = 2 * (cuts + 1);
+  }
+  // A few merges have many parts each.
+  d.rows_of_merge = d.merges * rows_to_merge<C>(d) <= 2 * p.device.processors ? 1 : kMergeWarps;
+  return d;
+}
+
+template <class C>
+Workspace decode_workspace(const DecodeParams& p) {
+  Workspace workspace{};
+  workspace.shared_bytes = DecodeWorkspace<C>(divided<C>(p)).bytes;
+  return workspace;
+}
+
+template <class C>
+int launch_decode(const DecodeParams& p, void* stream) {
+  const auto cuda_stream = static_cast<cudaStream_t>(stream);
+  if (const int error = any::launch_append<Element<C>>(p, cuda_stream)) return error;
+  const Decode d = divided<C>(p);
+  if (p.seqlen_q.rows * d.group.value > INT_MAX || d.most_tiles == INT_MAX) return cudaErrorInvalidValue;
+  if (d.most_tiles == 0) return cudaSuccess;
+  const int64_t blocks = d.splits > 0 ? d.most_tiles * p.batch * d.splits : d.shares.value,
+                merge_blocks = d.merges * ((rows_to_merge<C>(d) + d.rows_of_merge - 1) / d.rows_of_merge);
+  const bool overlap = p.device.capability >= 90;
+  int error = launch_kernel(decode_kernel<C>, blocks, DecodeTiles<C>::kThreads, DecodeTiles<C>::kBytes, d,
+                            cuda_stream, overlap);
+  if (!error)
+    error = launch_kernel(merge_kernel<C>, merge_blocks, kMergeThreads, kMergeWarps * C::kHeadDimV * 4, d,
+                          cuda_stream, overlap);
+  return error;
 }
 
 }  // namespace flashattn::mma

@@ -3,6 +3,7 @@
 
 #include <climits>
 
+#include "common/divisor.h"
 #include "common/score.cuh"
 
 namespace flashattn::sm90 {
@@ -42,20 +43,6 @@ __device__ inline Share share_of(const Work& work, int warpgroup, int group) {
   return {first_key / C::kKeys, any ? (last_key - 1) / C::kKeys : -1, few ? Share::kFew : visible.first(last),
           visible.last(first)};
 }
-
-// Division by a number that the host knows, of dividends below 2^31 (Granlund and Montgomery, "Division by
-// invariant integers using multiplication", 1994).
-struct Divisor {
-  unsigned value, factor, shift;
-
-  Divisor() = default;
-  explicit Divisor(unsigned divisor) : value(divisor), factor(0), shift(0) {
-    while (1u << shift < divisor) ++shift;
-    factor = static_cast<unsigned>(((uint64_t{1} << 32) * ((uint64_t{1} << shift) - divisor)) / divisor + 1);
-  }
-
-  __device__ unsigned divide(unsigned x) const { return (__umulhi(x, factor) + x) >> shift; }
-};
 
 // The order of a launch's tiles.
 struct Schedule {

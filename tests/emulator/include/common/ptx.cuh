@@ -48,6 +48,19 @@ inline float4 ld_shared_f32x4(uint32_t from, Site site = {}) { return ld_shared<
 inline void st_shared_f32x2(uint32_t to, float2 x, Site site = {}) { st_shared(to, x, site); }
 inline void st_shared_f32x4(uint32_t to, float4 x, Site site = {}) { st_shared(to, x, site); }
 
+inline uint32_t movmatrix_trans(uint32_t x, Site site = {}) {
+  struct Arguments {
+    uint32_t given, taken;
+  } mine{x, 0};
+  emulator::collective("movmatrix", site, emulator::kFullMask, mine, [](Arguments** lanes) {
+    uint16_t matrix[8][8];
+    for (int lane = 0; lane < 32; ++lane) memcpy(&matrix[lane / 4][lane % 4 * 2], &lanes[lane]->given, 4);
+    for (int lane = 0; lane < 32; ++lane)
+      lanes[lane]->taken = matrix[lane % 4 * 2][lane / 4] | matrix[lane % 4 * 2 + 1][lane / 4] << 16;
+  });
+  return mine.taken;
+}
+
 // Lane 8 i + r gives the address of row r of matrix i.  Lane l gets elements 2 (l % 4) + {0, 1} of row l / 4
 // of each matrix, or of its transpose.
 template <bool transposed>

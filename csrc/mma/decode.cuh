@@ -1,0 +1,593 @@
+// Decode on mma.sync tensor cores (sm_75, sm_80 and newer): attention of few query rows to a KV cache.
+//   O = softmax(scale Q K^T) V, lse = log sum exp.  A tile has the queries of every head of a KV head's
+//   group, so that K and V are read once for all of them.  Products are transposed, S^T = K Q^T and O^T = V^T
+//   P^T: a warp's 16 keys are the rows of a product, and the tile its columns, which may be few.  Key warps
+//   share the keys of a part (common/split.cuh), each with copies of its own in flight, and meet only at its
+//   end; row warps share the rows of a tile. Q (kRows, D), for every key warp a ring of K and V tiles (kKeys,
+//   D) in shared memory.
+#pragma once
+
+#include "common/score.cuh"
+#include "common/split.cuh"
+
+namespace flashattn::mma {
+
+// Shared memory of a block.  At the end sums of the warps take the place of all tiles.
+template <class C>
+struct DecodeTiles {
+  static constexpr int kWarps = C::kRowWarps * C::kKeyWarps, kThreads = kWarps * 32,
+                       kGroupThreads = C::kRowWarps * 32, kWarpRows = C::kRowBlocks * 8,
+                       kRows = C::kRowWarps * kWarpRows;
+  using Q = Tile<kRows, C::kHeadDim>;
+  using K = Tile<C::kKeys, C::kHeadDim>;
+  using V = Tile<C::kKeys, C::kHeadDimV>;
+  static constexpr int kScratchBytes = 128;
+  static_assert(UnitFinder<kThreads, kRows>::kScratchBytes <= kScratchBytes);
+  static constexpr int kStageBytes = K::kBytes > V::kBytes ? K::kBytes : V::kBytes;
+  static constexpr int kTileBytes = Q::kBytes + C::kKeyWarps * C::kStages * kStageBytes;
+  static constexpr int kSumPitch = (C::kHeadDimV + 4) * 4;  // what lanes write together is in different banks
+  static constexpr int kWarpSumBytes = kWarpRows * (kSumPitch + 8);
+  static constexpr int kSumBytes = kWarps * kWarpSumBytes;
+  static constexpr int kBytes = kScratchBytes + (kTileBytes > kSumBytes ? kTileBytes : kSumBytes);
+
+  uint32_t base = ptx::shared_address(shared_memory) + kScratchBytes;
+  __device__ static int64_t* scratch() { return reinterpret_cast<int64_t*>(shared_memory); }
+  __device__ Q q() const { return {base}; }
+  // Where the key warp's tile has its place in the ring: those with even numbers are K, the others V.
+  __device__ uint32_t keys(int key_warp, int tile) const {
+    return base + Q::kBytes + (key_warp * C::kStages + tile % C::kStages) * kStageBytes;
+  }
+  // Sums of row `row` of a warp, their total weight and its reference.
+  __device__ uint32_t sums(int warp, int row) const { return base + warp * kWarpSumBytes + row * kSumPitch; }
+  __device__ uint32_t weight(int warp, int row) const {
+    return base + warp * kWarpSumBytes + kWarpRows * kSumPitch + row * 8;
+  }
+};
+
+// The workspace: results of parts, rows of kHeadDimV numbers and their LSE, and what to merge.
+template <class C>
+struct DecodeWorkspace {
+  static constexpr int kRows = DecodeTiles<C>::kRows;
+  Merge* merges;
+  float *out, *lse;
+  int64_t bytes;
+
+  FLASHATTN_HD explicit DecodeWorkspace(const Decode& p)
+      : merges(static_cast<Merge*>(p.workspace.shared)),
+        out(reinterpret_cast<float*>(merges + p.merges)),
+        lse(out + p.slots * kRows * C::kHeadDimV),
+        bytes(p.merges * sizeof(Merge) + p.slots * kRows * (C::kHeadDimV + 1) * sizeof(float)) {}
+  __device__ float* out_row(int64_t slot, int row) const { return out + (slot * kRows + row) * C::kHeadDimV; }
+  __device__ float& lse_of(int64_t slot, int row) const { return lse[slot * kRows + row]; }
+};
+
+// The rows of a tile, from the row `first` of a KV head on: (query, head of the group).
+struct TileRows {
+  const Decode& p;
+  int64_t batch, q_first;
+  int head_k, first, len_q;
+
+  __device__ TileRows(const Decode& decode, const Part& part)
+      : p(decode),
+        batch(part.batch),
+        q_first(part.q_first),
+        head_k(part.head_k),
+        first(part.row),
+        len_q(part.len_q) {}
+  __device__ TileRows(const Decode& decode, const Merge& merge)
+      : p(decode), batch(merge.batch), head_k(merge.head_k), first(merge.row) {
+    const Sequence q = sequence(p.seqlen_q, batch);
+    q_first = q.first, len_q = static_cast<int>(q.length);
+  }
+
+  __device__ int query(int row) const { return static_cast<int>(p.group.divide(first + row)); }
+  __device__ bool has(int row) const { return query(row) < len_q; }
+  __device__ int head(int row) const {
+    const int group = static_cast<int>(p.group.value);
+    return head_k * group + (first + row - query(row) * group);
+  }
+
+  template <class T>
+  __device__ T* at(const Tensor4& x, int row) const {
+    return static_cast<T*>(x.data) + batch * x.batch + (q_first + query(row)) * x.row + head(row) * x.head;
+  }
+  __device__ void store_lse(int row, float lse) const {
+    *at<float>({p.lse.data, p.lse.batch, p.lse.row, p.lse.head}, row) = lse;
+  }
+  __device__ float sink(int row) const {  // -inf: none
+    const PerHead& x = p.score.sink;
+    return x.data ? load_number(x.data, x.dtype, head(row) * x.head) : -INFINITY;
+  }
+};
+
+// Online softmax over the rows of S^T, whose columns are query rows, in powers of two.  A reference is the
+// largest score so far or up to kSlack less, as in OnlineSoftmax; that it must grow, one vote tells.
+template <int n_blocks>
+struct ColumnSoftmax {
+  static constexpr float kSlack = 8;
+  float reference[n_blocks][2], sum[n_blocks][2];  // the sum is of this lane's keys
+
+  __device__ void clear() {
+#pragma unroll
+    for (int n = 0; n < n_blocks; ++n)
+#pragma unroll
+      for (int c = 0; c < 2; ++c) reference[n][c] = -INFINITY, sum[n][c] = 0;
+  }
+
+  // Scores become weights 2^(scale * score - reference), and earlier sums, `out` too, are brought to the same
+  // reference.
+  template <int m_blocks, int out_blocks>
+  __device__ void update(Accumulator<m_blocks, n_blocks>& s, float scale,
+                         Accumulator<out_blocks, n_blocks>& out) {
+    float top[n_blocks][2];
+    bool grows = false;
+#pragma unroll
+    for (int n = 0; n < n_blocks; ++n)
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        float most = -INFINITY;
+#pragma unroll
+        for (int m = 0; m < m_blocks; ++m) most = fmaxf(most, fmaxf(s.x[m][n][c], s.x[m][n][2 + c]));
+        top[n][c] = most * scale;
+        grows |= top[n][c] > reference[n][c] + kSlack;
+      }
+    if (__any_sync(0xFFFFFFFFu, grows)) grow(top, out);
+#pragma unroll
+    for (int n = 0; n < n_blocks; ++n)
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        const float base = reference[n][c] == -INFINITY ? 0.f : reference[n][c];
+#pragma unroll
+        for (int m = 0; m < m_blocks; ++m)
+#pragma unroll
+          for (int e = c; e < 4; e += 2) {
+            s.x[m][n][e] = ptx::ex2(fmaf(s.x[m][n][e], scale, -base));
+            sum[n][c] += s.x[m][n][e];
+          }
+      }
+  }
+
+ private:
+  template <int out_blocks>
+  __device__ void grow(const float (&top)[n_blocks][2], Accumulator<out_blocks, n_blocks>& out) {
+#pragma unroll
+    for (int n = 0; n < n_blocks; ++n)
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        const float most = column_max(top[n][c]);
+        if (!(most > reference[n][c] + kSlack)) continue;
+        const float rescale = ptx::ex2(reference[n][c] - most);
+        reference[n][c] = most, sum[n][c] *= rescale;
+#pragma unroll
+        for (int m = 0; m < out_blocks; ++m) out.x[m][n][c] *= rescale, out.x[m][n][2 + c] *= rescale;
+      }
+  }
+};
+
+// Scores of the rows of a tile and the keys of a part: what happens to them before the softmax.
+struct PartScores {
+  const TileRows& rows;
+  VisibleKeys visible;
+  int first, last;          // keys of the part
+  int all_first, all_last;  // those that every row of the tile sees
+  bool modified;
+
+  __device__ PartScores(const TileRows& rows_, int tile_rows, const Part& part)
+      : rows(rows_),
+        visible(part.len_q, part.len_k, rows.p.score.window_left, rows.p.score.window_right),
+        first(part.first),
+        last(part.last),
+        all_first(max(first, visible.first(query(tile_rows - 1)))),
+        all_last(min(last, visible.last(query(0)))),
+        modified(modifies(rows.p.score)) {}
+
+  // A row that does not exist is computed like the last one.
+  __device__ int query(int row) const { return min(rows.query(row), visible.len_q - 1); }
+
+  // What a logit of the softmax is multiplied by: its weight is a power of 2.
+  __device__ float scale() const {
+    return modified ? kLog2E : static_cast<float>(rows.p.score.scale) * kLog2E;
+  }
+
+  // Of keys from `key` and rows from `row` on.
+  template <int kM, int kN>
+  __device__ void apply(Accumulator<kM, kN>& s, int key, int row, int lane) const {
+    const bool edge = key < all_first || key + kM * 16 > all_last;
+    if (!edge && !modified) return;
+#pragma unroll
+    for (int n = 0; n < kN; ++n)
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        const int r = row + fragment_column(lane, n, c), at = key + lane / 4;
+#pragma unroll
+        for (int m = 0; m < kM; ++m) apply_to_row(s.x[m][n][c], s.x[m][n][2 + c], r, at + m * 16);
+      }
+  }
+
+ private:
+  // Scores of keys `key` and key + 8.
+  __device__ void apply_to_row(float& low, float& high, int row, int key) const {
+    const int at = query(row), from = max(first, visible.first(at)), to = min(last, visible.last(at));
+    if (modified) {
+      const Score& score = rows.p.score;
+      float slope = 0;
+      if (score.alibi.data && rows.has(row))
+        slope = load_number(score.alibi.data, DType::f32,
+                            rows.batch * score.alibi.batch + rows.head(row) * score.alibi.head);
+      const int distance = at + visible.len_k - visible.len_q - key;
+      low = logit(low, slope, distance), high = logit(high, slope, distance - 8);
+    }
+    if (key < from || key >= to) low = -INFINITY;
+    if (key + 8 < from || key + 8 >= to) high = -INFINITY;
+  }
+
+  __device__ float logit(float x, float slope, int distance) const {
+    const float cap = static_cast<float>(rows.p.score.softcap);
+    x *= static_cast<float>(rows.p.score.scale);
+    if (cap > 0) x = cap * softcap_tanh(x * (2 * kLog2E / cap));
+    return x - slope * fabsf(static_cast<float>(distance));
+  }
+};
+
+// Chunks of a tile's rows: where(row) is where a row lies; null makes it zeros.
+template <class C, class T, int threads, class Where>
+__device__ inline void load_tile(const T& tile, int64_t columns, int thread, Where where) {
+  constexpr int kLanes = T::kLanesPerRow, kPass = threads / kLanes;
+  const int lane_chunk = thread % kLanes, count = static_cast<int>(columns) - lane_chunk * kChunk;
+#pragma unroll
+  for (int pass = 0; pass < T::kRows; pass += kPass) {
+    const int row = pass + thread / kLanes;
+    if (T::kRows % kPass != 0 && row >= T::kRows) break;
+    const uint16_t* from = where(row);
+#pragma unroll
+    for (int chunk = 0; chunk < T::kColumns / kChunk; chunk += kLanes)
+      copy_16<C>(tile.chunk(row, chunk + lane_chunk), from + (chunk + lane_chunk) * kChunk,
+                 from && chunk * kChunk < count);
+  }
+}
+
+// The same of rows that are not in chunks.
+template <class C, class T, int threads, class Where>
+__device__ inline void gather_tile(const T& tile, int64_t columns, int thread, Where where) {
+  constexpr int kChunks = T::kColumns / kChunk;
+#pragma unroll 1
+  for (int i = thread; i < T::kRows * kChunks; i += threads) {
+    const int row = i / kChunks, chunk = i % kChunks;
+    const uint16_t* from = where(row);
+    const int count = from ? static_cast<int>(columns) - chunk * kChunk : 0;
+    ptx::st_shared_16(tile.chunk(row, chunk), gather_chunk(from + chunk * kChunk, count));
+  }
+}
+
+// The keys from `key` on, of [first, last), to a tile; the others become zeros.
+template <class C, class T>
+__device__ inline void load_keys(const T& tile, const CacheRows<const uint16_t>& cache, int64_t columns,
+                                 bool chunks, int key, int first, int last) {
+  constexpr int kThreads = DecodeTiles<C>::kGroupThreads;
+  const int thread = threadIdx.x % kThreads;
+  const auto counts = [&](int row) {
+    return static_cast<unsigned>(key + row - first) < static_cast<unsigned>(last - first);
+  };
+  const bool one_page = !cache.pages || static_cast<int>(cache.page_size) % T::kRows == 0;
+  if (chunks && one_page) {
+    const int lowest = max(key, first);  // a key that counts, if there is one
+    const uint16_t* from = lowest < last ? cache.at(lowest) - (lowest - key) * cache.stride : nullptr;
+    load_tile<C, T, kThreads>(tile, columns, thread,
+                              [&](int row) { return counts(row) ? from + row * cache.stride : nullptr; });
+  } else {
+    const auto where = [&](int row) { return counts(row) ? cache.at(key + row) : nullptr; };
+    if (chunks)
+      load_tile<C, T, kThreads>(tile, columns, thread, where);
+    else
+      gather_tile<C, T, kThreads>(tile, columns, thread, where);
+  }
+}
+
+// S^T += K Q^T, of the rows from `row` on.
+template <class C, int kM, int kN, class K, class Q>
+__device__ inline void multiply_keys(Accumulator<kM, kN>& s, const K& k_tile, const Q& q_tile, int row,
+                                     int lane) {
+  const OperandA<K> keys(k_tile, lane);
+  if constexpr (kN == 1) {  // its 8 rows, 32 columns of them at a time
+    const ColumnBlocks<Q> queries(q_tile, lane);
+#pragma unroll
+    for (int depth = 0; depth < C::kHeadDim; depth += 32) {
+      uint32_t q_frag[4];
+      queries.load(q_frag, row, depth);
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+#pragma unroll
+        for (int m = 0; m < kM; ++m) {
+          uint32_t k_frag[4];
+          keys.load(k_frag, m * 16, depth + half * 16);
+          multiply_add<C>(s.x[m][0], k_frag, q_frag[2 * half], q_frag[2 * half + 1]);
+        }
+    }
+  } else {
+    s.template multiply<C, C::kHeadDim>(keys, 0, OperandBTransposed<Q>(q_tile, lane), row);
+  }
+}
+
+// O^T += V^T P^T: weights, transposed where they are, become right operands.
+template <class C, int kMv, int kM, int kN, class V>
+__device__ inline void add_values(Accumulator<kMv, kN>& out, const Accumulator<kM, kN>& weights,
+                                  const V& v_tile, int lane) {
+  const OperandATransposed<V> values(v_tile, lane);
+#pragma unroll
+  for (int m = 0; m < kM; ++m) {
+    uint32_t p_frag[kN][2];
+#pragma unroll
+    for (int n = 0; n < kN; ++n)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float* x = weights.x[m][n] + 2 * half;
+        p_frag[n][half] = ptx::movmatrix_trans(ptx::cvt_pack<C::kDType>(x[0], x[1]));
+      }
+#pragma unroll
+    for (int mv = 0; mv < kMv; ++mv) {
+      uint32_t v_frag[4];
+      values.load(v_frag, mv * 16, m * 16);
+#pragma unroll
+      for (int n = 0; n < kN; ++n) multiply_add<C>(out.x[mv][n], v_frag, p_frag[n][0], p_frag[n][1]);
+    }
+  }
+}
+
+// The warps that share tiles wait for each other.
+template <class C>
+__device__ inline void sync_key_warp(int key_warp) {
+  if (C::kRowWarps == 1)
+    __syncwarp();
+  else
+    ptx::bar_sync(1 + key_warp, DecodeTiles<C>::kGroupThreads);
+}
+
+// The rows of a part, normalised, from the sums of all key warps: to `out`, or to their slot.
+template <class C>
+__device__ inline void store_part(const TileRows& rows, const DecodeTiles<C>& tiles, int64_t slot) {
+  using Tiles = DecodeTiles<C>;
+  constexpr int kThreadsOfRow = Tiles::kThreads / Tiles::kRows;
+  const int row = threadIdx.x / kThreadsOfRow, thread = threadIdx.x % kThreadsOfRow;
+  const int row_warp = row / Tiles::kWarpRows, warp_row = row % Tiles::kWarpRows;
+  if (!rows.has(row)) return;
+  float total[C::kKeyWarps], factor[C::kKeyWarps], reference = -INFINITY, sum = 0;
+#pragma unroll
+  for (int w = 0; w < C::kKeyWarps; ++w) {
+    const float2 weight = ptx::ld_shared_f32x2(tiles.weight(w * C::kRowWarps + row_warp, warp_row));
+    total[w] = weight.x, factor[w] = weight.y;
+    reference = fmaxf(reference, weight.y);
+  }
+  const float base = reference == -INFINITY ? 0.f : reference;
+#pragma unroll
+  for (int w = 0; w < C::kKeyWarps; ++w) {
+    factor[w] = ptx::ex2(factor[w] - base);
+    sum += total[w] * factor[w];
+  }
+  const RowResult result = finish_row(sum, reference, reference, slot < 0 ? rows.sink(row) : -INFINITY);
+  const DecodeWorkspace<C> workspace(rows.p);
+  uint16_t* to = rows.at<uint16_t>(rows.p.out, row);
+#pragma unroll 1
+  for (int column = thread * 4; column < C::kHeadDimV; column += kThreadsOfRow * 4) {
+    float4 all{0, 0, 0, 0};
+#pragma unroll
+    for (int w = 0; w < C::kKeyWarps; ++w) {
+      if (factor[w] == 0) continue;  // it may have summed what no row sees
+      const float4 x = ptx::ld_shared_f32x4(tiles.sums(w * C::kRowWarps + row_warp, warp_row) + column * 4);
+      const float share = result.factor * factor[w];
+      all.x += share * x.x, all.y += share * x.y, all.z += share * x.z, all.w += share * x.w;
+    }
+    if (slot < 0)
+      store_four<C>(to + column, all, static_cast<int>(rows.p.head_dim_v) - column);
+    else
+      *reinterpret_cast<float4*>(workspace.out_row(slot, row) + column) = all;
+  }
+  if (thread != 0) return;
+  if (slot < 0)
+    rows.store_lse(row, result.lse);
+  else
+    workspace.lse_of(slot, row) = result.lse;
+}
+
+// Attention of a tile's rows to the keys of a part.
+template <class C>
+__device__ inline void attend(const Decode& p, const Part& part) {
+  using Tiles = DecodeTiles<C>;
+  using Q = typename Tiles::Q;
+  using K = typename Tiles::K;
+  using V = typename Tiles::V;
+  constexpr int kM = C::kKeys / 16, kN = C::kRowBlocks, kMv = C::kHeadDimV / 16,
+                kStepKeys = C::kKeyWarps * C::kKeys;
+  const Tiles tiles;
+  const int warp = threadIdx.x / 32, key_warp = warp / C::kRowWarps,
+            row = warp % C::kRowWarps * Tiles::kWarpRows, lane = threadIdx.x % 32;
+  const TileRows rows(p, part);
+  const PartScores scores(rows, Tiles::kRows, part);
+  const CacheRows<const uint16_t> k_rows(p, p.k, part.batch, part.head_k),
+      v_rows(p, p.v, part.batch, part.head_k);
+  const int begin = scores.first / kUnitKeys * kUnitKeys + key_warp * C::kKeys,
+            steps = scores.first < scores.last
+                        ? (scores.last - scores.first / kUnitKeys * kUnitKeys + kStepKeys - 1) / kStepKeys
+                        : 0;
+
+  Accumulator<kMv, kN> out;
+  ColumnSoftmax<kN> softmax;
+  out.clear();
+  softmax.clear();
+  if (steps > 0) {
+    const auto where = [&](int r) { return rows.has(r) ? rows.at<const uint16_t>(p.q, r) : nullptr; };
+    if (p.chunks_q)
+      load_tile<C, Q, Tiles::kThreads>(tiles.q(), p.head_dim, threadIdx.x, where);
+    else
+      gather_tile<C, Q, Tiles::kThreads>(tiles.q(), p.head_dim, threadIdx.x, where);
+  }
+  // Tile 2 i is K of step i and tile 2 i + 1 its V.  One is read while the kStages - 1 behind it are in
+  // flight, a group of copies each; the one that is waited for is the oldest.
+  constexpr int kAhead = C::kStages - 1;
+  const auto load_ahead = [&](int tile, auto is_k) {
+    constexpr bool kAheadIsK = decltype(is_k)::value == (kAhead % 2 == 0);
+    const int ahead = tile + kAhead;
+    if (ahead >= 0 && ahead < 2 * steps) {
+      const int key = begin + ahead / 2 * kStepKeys;
+      const uint32_t to = tiles.keys(key_warp, ahead);
+      if constexpr (kAheadIsK)
+        load_keys<C>(K{to}, k_rows, p.head_dim, p.chunks_k, key, scores.first, scores.last);
+      else
+        load_keys<C>(V{to}, v_rows, p.head_dim_v, p.chunks_v, key, scores.first, scores.last);
+    }
+    commit_copies<C>();
+  };
+#pragma unroll 1
+  for (int step = -(C::kStages / 2); step < steps; ++step) {
+    Accumulator<kM, kN> s;
+    if (step >= 0) {
+      wait_for_copies<C, kAhead - 1>();
+      if (step == 0)
+        __syncthreads();  // Q and K have landed for all warps
+      else
+        sync_key_warp<C>(key_warp);  // K has landed, and V of the step before has been read
+    }
+    load_ahead(2 * step, std::true_type{});
+    if (step >= 0) {
+      s.clear();
+      multiply_keys<C>(s, K{tiles.keys(key_warp, 2 * step)}, tiles.q(), row, lane);
+      scores.apply(s, begin + step * kStepKeys, row, lane);
+      softmax.update(s, scores.scale(), out);
+      wait_for_copies<C, kAhead - 1>();
+      sync_key_warp<C>(key_warp);  // V has landed, and K has been read
+    }
+    load_ahead(2 * step + 1, std::false_type{});
+    if (step >= 0) add_values<C>(out, s, V{tiles.keys(key_warp, 2 * step + 1)}, lane);
+  }
+
+  wait_for_copies<C, 0>();
+  __syncthreads();  // all have read their tiles: sums may take their places
+#pragma unroll
+  for (int n = 0; n < kN; ++n)
+#pragma unroll
+    for (int c = 0; c < 2; ++c) {
+      const int r = fragment_column(lane, n, c);
+      const float sum = column_sum(softmax.sum[n][c]);
+      if (lane / 4 == 0) ptx::st_shared_f32x2(tiles.weight(warp, r), {sum, softmax.reference[n][c]});
+#pragma unroll
+      for (int m = 0; m < kMv; ++m)
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+          ptx::st_shared_4(tiles.sums(warp, r) + (m * 16 + half * 8 + lane / 4) * 4,
+                           __float_as_uint(out.x[m][n][2 * half + c]));
+    }
+  __syncthreads();  // the sums of all warps are there
+  store_part<C>(rows, tiles, part.slot);
+  __syncthreads();  // and have been read
+}
+
+template <class C>
+__global__ void __launch_bounds__(DecodeTiles<C>::kThreads, C::kMinBlocks)
+    decode_kernel(const __grid_constant__ Decode p) {
+  using Tiles = DecodeTiles<C>;
+  // Meanwhile the parameters come to the cache, a line a thread.
+  constexpr unsigned kLine = 16, kLast = (sizeof p - 4) / (4 * kLine);
+  ptx::st_shared_4(Tiles().base + threadIdx.x * 4,
+                   reinterpret_cast<const uint32_t*>(&p)[min(threadIdx.x, kLast) * kLine]);
+  ptx::griddepcontrol_wait();
+  ptx::griddepcontrol_launch_dependents();
+  BlockParts<Tiles::kThreads, Tiles::kRows> parts(p, DecodeWorkspace<C>(p).merges, Tiles::scratch());
+  Part part;
+#pragma unroll 1
+  while (parts.next(part)) attend<C>(p, part);
+}
+
+// ---- merge ---------------------------------------------------------------------------------------------
+
+constexpr int kMergeWarps = 8, kMergeThreads = kMergeWarps * 32;
+
+// Rows of a tile that may exist.
+template <class C>
+FLASHATTN_HD int64_t rows_to_merge(const Decode& p) {
+  return clamp(p.seqlen_q.rows * p.group.value, 1, DecodeTiles<C>::kRows);
+}
+
+// out = sum_s e^(lse_s - lse) out_s, lse = log(sum_s e^lse_s + e^sink) of the rows of a tile.  A block takes
+// p.rows_of_merge of them, all its warps for one or a warp each.
+template <class C>
+__global__ void __launch_bounds__(kMergeThreads) merge_kernel(const __grid_constant__ Decode p) {
+  constexpr int kFours = C::kHeadDimV / 4, kPieces = (kFours + 31) / 32, kAtOnce = 8 / kPieces;
+  auto* shared_sums = reinterpret_cast<float4*>(shared_memory);
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = kMergeWarps / p.rows_of_merge;
+  const auto blocks = static_cast<unsigned>((rows_to_merge<C>(p) + p.rows_of_merge - 1) / p.rows_of_merge);
+  const unsigned index = blockIdx.x / blocks;
+  const int row = static_cast<int>(blockIdx.x - index * blocks) * p.rows_of_merge + warp / warps;
+  const DecodeWorkspace<C> workspace(p);
+  ptx::griddepcontrol_wait();
+  ptx::griddepcontrol_launch_dependents();
+  const Merge merge = workspace.merges[index];
+  if (merge.parts < 2) return;
+  const TileRows rows(p, merge);
+  if (!rows.has(row)) return;
+
+  float4 sum[kPieces] = {}, x[kAtOnce][kPieces];
+  float lse[kAtOnce];
+  const auto load = [&](int first) {  // all are under way before the first one is needed
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const int part = first + i * warps;
+      const bool exists = part < merge.parts;
+      const int64_t slot = slot_of(p, merge, exists ? part : 0);
+      const auto* from = reinterpret_cast<const float4*>(workspace.out_row(slot, row));
+      lse[i] = exists ? workspace.lse_of(slot, row) : -INFINITY;
+#pragma unroll
+      for (int piece = 0; piece < kPieces; ++piece)
+        x[i][piece] = exists && piece * 32 + lane < kFours ? from[piece * 32 + lane] : float4{0, 0, 0, 0};
+    }
+  };
+  load(warp % warps);
+  const float sink = rows.sink(row);
+  float peak = sink, total = 0;
+  for (int part = lane; part < merge.parts; part += 32)
+    peak = fmaxf(peak, workspace.lse_of(slot_of(p, merge, part), row));
+  peak = quad_max(column_max(peak));
+  const float base = peak == -INFINITY ? 0.f : peak;
+  const auto weight = [base](float of_lse) { return ptx::ex2((of_lse - base) * kLog2E); };
+  for (int part = lane; part < merge.parts; part += 32)
+    total += weight(workspace.lse_of(slot_of(p, merge, part), row));
+  total = quad_sum(column_sum(total)) + weight(sink);
+  for (int first = warp % warps;;) {
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const float mine = weight(lse[i]);
+#pragma unroll
+      for (int piece = 0; piece < kPieces; ++piece) {
+        sum[piece].x += mine * x[i][piece].x, sum[piece].y += mine * x[i][piece].y;
+        sum[piece].z += mine * x[i][piece].z, sum[piece].w += mine * x[i][piece].w;
+      }
+    }
+    if ((first += warps * kAtOnce) >= merge.parts) break;
+    load(first);
+  }
+  if (warps > 1) {
+#pragma unroll
+    for (int piece = 0; piece < kPieces; ++piece)
+      if (piece * 32 + lane < kFours) shared_sums[warp * kFours + piece * 32 + lane] = sum[piece];
+    __syncthreads();  // the sums of all warps are there
+    if (warp > 0) return;
+#pragma unroll
+    for (int piece = 0; piece < kPieces; ++piece)
+      for (int w = 1; w < kMergeWarps && piece * 32 + lane < kFours; ++w) {
+        const float4 other = shared_sums[w * kFours + piece * 32 + lane];
+        sum[piece].x += other.x, sum[piece].y += other.y, sum[piece].z += other.z, sum[piece].w += other.w;
+      }
+  }
+  const float factor = total == 0 ? 0.f : ptx::rcp(total);
+  uint16_t* to = rows.at<uint16_t>(p.out, row);
+#pragma unroll
+  for (int piece = 0; piece < kPieces; ++piece) {
+    const int column = (piece * 32 + lane) * 4;
+    if (column < C::kHeadDimV)
+      store_four<C>(
+          to + column,
+          {factor * sum[piece].x, factor * sum[piece].y, factor * sum[piece].z, factor * sum[piece].w},
+          static_cast<int>(p.head_dim_v) - column);
+  }
+  if (lane == 0) rows.store_lse(row, total == 0 ? -INFINITY : base + ptx::lg2(total) * kLn2);
+}
+
+}  // namespace flashattn::mma

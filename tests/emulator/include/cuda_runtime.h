@@ -170,7 +170,8 @@ auto launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared_
 inline cudaError_t cudaGetLastError() { return std::exchange(emulator::last_error, cudaSuccess); }
 
 template <class Kernel>
-cudaError_t cudaFuncSetAttribute(Kernel* kernel, cudaFuncAttribute, int bytes) {
+cudaError_t cudaFuncSetAttribute(Kernel* kernel, cudaFuncAttribute attribute, int bytes) {
+  if (attribute != cudaFuncAttributeMaxDynamicSharedMemorySize) return cudaSuccess;
   if (bytes > flashattn::kSharedLimit) return cudaErrorInvalidValue;
   emulator::shared_allowed[reinterpret_cast<const void*>(kernel)] = bytes;
   return cudaSuccess;

@@ -25,7 +25,7 @@ TABLE = _build.instances()
 CSRC = HERE.parents[1] / "csrc"
 OUT = HERE.parents[1] / "build" / "emulator"
 HEADERS = (".h", ".cuh")
-FLAGS = ("-std=c++17", "-Wall", "-Wextra", "-Wno-unknown-pragmas")
+FLAGS = ("-std=c++17", "-fopenmp", "-Wall", "-Wextra", "-Wno-unknown-pragmas")
 LAUNCH = re.compile(r"(\w+(?:<[^<>;]*>)?)<<<(.*?)>>>\(", re.DOTALL)
 
 
@@ -92,10 +92,14 @@ def compile_source(source: Path, csrc: Path, optimise: str, objects: Path) -> Pa
 
 def build(out: Path, rows: str = "", optimise: str = "-O2", fault: tuple[str, str, str] | None = None,
           jobs: int = 1) -> Path:
-    """The emulator with the rows of the table whose names match, in the folder ``out``."""
-    chosen = [row for row in cuda_rows() if re.search(rows, row.name)]
+    """The emulator with the rows of the table whose names match, in the folder ``out``.
+
+    CPU rows only if the expression says cpu; they check what the emulator expects.
+    """
+    every = TABLE.ROWS if "cpu" in rows else cuda_rows()
+    chosen = [row for row in every if re.search(rows, row.name)]
     if not chosen:
-        raise ValueError(f"rows {rows!r}: expected a part of one of {[row.name for row in cuda_rows()]}")
+        raise ValueError(f"rows {rows!r}: expected a part of one of {[row.name for row in every]}")
     copy_kernels(out / "csrc", fault)
     units = []
     for row in chosen + [row for row in cuda_rows() if row not in chosen and serves_others(row, chosen)]:
@@ -110,7 +114,7 @@ def build(out: Path, rows: str = "", optimise: str = "-O2", fault: tuple[str, st
                      for source in (*sorted(HERE.glob("*.cpp")), CSRC / "dispatch.cpp")]
         objects = [str(job.result()) for job in compiled]
     executable = out / "emulator"
-    subprocess.run(["g++", *objects, "-o", str(executable)], check=True)
+    subprocess.run(["g++", "-fopenmp", *objects, "-o", str(executable)], check=True)
     return executable
 
 

@@ -45,6 +45,14 @@ inline void store_element(DType dtype, void* data, int64_t index, double x) {
   }
 }
 
+// Relative error of a rounding to the type.
+inline double rounding_of(DType dtype) {
+  return dtype == DType::bf16  ? 0x1p-8
+         : dtype == DType::f16 ? 0x1p-11
+         : dtype == DType::f32 ? 0x1p-24
+                               : 0x1p-53;
+}
+
 // Bytes, all 0xFF at first, which is NaN in every type.  They start at a multiple of 16 and end right before
 // pages that fault.
 class Memory {

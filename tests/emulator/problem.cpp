@@ -16,8 +16,6 @@ std::string dims_text(int dims) {
   return text + ")";
 }
 
-double normal(std::mt19937& random) { return std::normal_distribution<double>()(random); }
-
 // Strides of a contiguous (B or 1, H or 1, Sq or 1, keys) tensor and its number of elements.
 int64_t broadcast_strides(int dims, const Case& c, int64_t rows, int64_t keys, int64_t (&strides)[3]) {
   int64_t size = keys;
@@ -30,6 +28,24 @@ int64_t broadcast_strides(int dims, const Case& c, int64_t rows, int64_t keys, i
 }
 
 }  // namespace
+
+double normal(std::mt19937& random) { return std::normal_distribution<double>()(random); }
+
+std::string CacheCase::text() const {
+  std::string text;
+  for (auto [value, name] : {std::pair{page_size, " pages of "},
+                             {append ? new_keys : 0, " append "},
+                             {rotary, interleaved ? " rotary interleaved " : " rotary "},
+                             {splits, " splits "}})
+    if (value) text += name + std::to_string(value);
+  for (auto [on, name] : {std::pair{append && !new_keys, " append"},
+                          {batch_index, " batch_index"},
+                          {leftpad, " leftpad"},
+                          {v_in_k, " v_in_k"},
+                          {rotary && f32_tables, " f32_tables"}})
+    if (on) text += name;
+  return text;
+}
 
 std::string Case::text() const {
   std::string text = "b" + std::to_string(batch) + " q" + std::to_string(rows) + " k" + std::to_string(keys) +
@@ -51,12 +67,13 @@ std::string Case::text() const {
                           {dlse, " dlse"},
                           {dbias, " dbias"},
                           {deterministic, " deterministic"},
+                          {batch_invariant, " batch_invariant"},
                           {layout == Layout::heads_first, " heads_first"},
                           {layout == Layout::unaligned, " unaligned"}})
     if (on) text += name;
   if (bias) text += " bias" + dims_text(bias);
   if (mask) text += " mask" + dims_text(mask);
-  return text;
+  return text + cache.text();
 }
 
 Tensor::Tensor(DType dtype_, int64_t batches_, int64_t rows_, int64_t heads_, int64_t columns_, Layout layout)
@@ -78,36 +95,40 @@ Tensor::Tensor(DType dtype_, int64_t batches_, int64_t rows_, int64_t heads_, in
 
 flashattn::Statistic Tensor::statistic() const { return {view.data, view.batch, view.head, view.row}; }
 
-namespace {
-
-Rows make_rows(const Case& c, int longest, bool used, std::mt19937& random, std::vector<int32_t>& cu,
-               std::vector<int32_t>& used_rows) {
+Rows make_rows(const Case& c, int longest, bool used, std::mt19937& random) {
   Rows rows{};
   rows.longest = c.packed ? longest + kPackedSlack : longest;
-  cu.push_back(0);
+  rows.pad.resize(c.batch);
+  rows.cu.push_back(0);
   for (int b = 0; b < c.batch; ++b) {
     // One sequence is the longest and one is empty.
     const int64_t allotted = !c.packed || b == 0     ? longest
                              : b == 1 && c.batch > 2 ? 0
                                                      : std::uniform_int_distribution<int>(0, longest)(random);
-    rows.first.push_back(c.packed ? cu.back() : 0);
+    rows.first.push_back(c.packed ? rows.cu.back() : 0);
     rows.allotted.push_back(allotted);
     rows.length.push_back(used && b != 1 ? std::uniform_int_distribution<int>(0, allotted)(random)
                                          : allotted);
-    cu.push_back(static_cast<int32_t>(cu.back() + allotted));
-    used_rows.push_back(static_cast<int32_t>(rows.length.back()));
+    rows.cu.push_back(static_cast<int32_t>(rows.cu.back() + allotted));
+    rows.used.push_back(static_cast<int32_t>(rows.length.back()));
   }
-  rows.total = c.packed ? cu.back() + kPackedTail : int64_t{c.batch} * longest;
+  rows.total = c.packed ? rows.cu.back() + kPackedTail : int64_t{c.batch} * longest;
   return rows;
 }
 
-}  // namespace
-
 Problem::Problem(const Case& c, DType dtype_, unsigned random_seed)
-    : options(c), dtype(dtype_), sum_dtype(dtype_ == DType::f64 ? DType::f64 : DType::f32) {
-  std::mt19937 random(random_seed);
-  q_rows = make_rows(c, c.rows, c.used_q, random, cu_q, used_q);
-  k_rows = make_rows(c, c.keys, c.used_k, random, cu_k, used_k);
+    : Problem(c, dtype_, std::mt19937(random_seed)) {}
+
+Problem::Problem(const Case& c, DType dtype_, std::mt19937 random)
+    : Problem{c, dtype_, make_rows(c, c.rows, c.used_q, random), make_rows(c, c.keys, c.used_k, random),
+              random} {}
+
+Problem::Problem(const Case& c, DType dtype_, Rows q_rows_, Rows k_rows_, std::mt19937& random)
+    : options(c),
+      dtype(dtype_),
+      sum_dtype(dtype_ == DType::f64 ? DType::f64 : DType::f32),
+      q_rows(std::move(q_rows_)),
+      k_rows(std::move(k_rows_)) {
   keep_below = static_cast<uint32_t>(std::lround((1 - c.dropout) * flashattn::kDropoutRange));
   make_tensors();
   make_options(random);
@@ -117,7 +138,8 @@ Problem::Problem(const Case& c, DType dtype_, unsigned random_seed)
 void Problem::make_tensors() {
   const Case& c = options;
   const int64_t batches = c.packed ? 1 : c.batch;
-  const int64_t rows = c.packed ? q_rows.total : c.rows, keys = c.packed ? k_rows.total : c.keys;
+  const int64_t rows = c.packed ? q_rows.total : q_rows.longest,
+                keys = c.packed ? k_rows.total : k_rows.longest;
   for (auto [tensor, columns] : {std::pair{&q, c.dim}, {&dq, c.dim}, {&out, c.dim_v}, {&dout, c.dim_v}})
     *tensor = Tensor(dtype, batches, rows, c.heads, columns, c.layout);
   for (auto [tensor, columns] : {std::pair{&k, c.dim}, {&dk, c.dim}, {&v, c.dim_v}, {&dv, c.dim_v}})
@@ -173,6 +195,7 @@ bool Problem::some_query_sees(int64_t batch, int64_t head_k, int64_t key) const 
 
 bool Problem::visible(int64_t batch, int64_t head, int64_t query, int64_t key) const {
   const int64_t position = query + k_rows.length[batch] - q_rows.length[batch];
+  if (key < k_rows.pad[batch]) return false;
   if (options.left >= 0 && key < position - options.left) return false;
   if (options.right >= 0 && key > position + options.right) return false;
   return !options.mask ||
@@ -195,11 +218,19 @@ flashattn::BackwardParams Problem::params() const {
   p.lse = lse.statistic();
   if (c.max_logit) p.max_logit = max_logit.statistic();
   p.batch = c.batch, p.heads_q = c.heads, p.heads_k = c.heads_k, p.head_dim = c.dim, p.head_dim_v = c.dim_v;
-  p.dtype = dtype;
-  p.seqlen_q = {q_rows.longest, q_rows.total, c.packed ? cu_q.data() : nullptr,
-                c.used_q ? used_q.data() : nullptr};
-  p.seqlen_k = {k_rows.longest, k_rows.total, c.packed ? cu_k.data() : nullptr,
-                c.used_k ? used_k.data() : nullptr};
+  p.dtype = dtype, p.batch_invariant = c.batch_invariant;
+  p.seqlen_q = {q_rows.longest,
+                q_rows.total,
+                c.packed ? q_rows.cu.data() : nullptr,
+                c.used_q ? q_rows.used.data() : nullptr,
+                0,
+                nullptr};
+  p.seqlen_k = {k_rows.longest,
+                k_rows.total,
+                c.packed ? k_rows.cu.data() : nullptr,
+                c.used_k ? k_rows.used.data() : nullptr,
+                0,
+                nullptr};
   p.score = {scale(), c.softcap, c.left, c.right, {}, {}, {}, {}};
   if (c.alibi) p.score.alibi = {slopes.data(), DType::f32, c.alibi == 2 ? c.heads : 0, 1};
   if (c.sink) p.score.sink = {sink.data(), DType::f32, 0, 1};

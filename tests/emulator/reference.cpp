@@ -44,13 +44,6 @@ void add_scaled(double factor, double error, const double* x, int64_t count, dou
   }
 }
 
-double rounding_of(DType dtype) {
-  return dtype == DType::bf16  ? 0x1p-8
-         : dtype == DType::f16 ? 0x1p-11
-         : dtype == DType::f32 ? 0x1p-24
-                               : 0x1p-53;
-}
-
 // float32 exponentials may flush subnormal results to 0.
 double tiny_of(DType dtype) {
   return dtype == DType::f16 ? 0x1p-25 : dtype == DType::f64 ? 0x1p-1022 : 0x1p-126;

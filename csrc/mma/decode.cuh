@@ -484,10 +484,6 @@ template <class C>
 __global__ void __launch_bounds__(DecodeTiles<C>::kThreads, C::kMinBlocks)
     decode_kernel(const __grid_constant__ Decode p) {
   using Tiles = DecodeTiles<C>;
-  // Meanwhile the parameters come to the cache, a line a thread.
-  constexpr unsigned kLine = 16, kLast = (sizeof p - 4) / (4 * kLine);
-  ptx::st_shared_4(Tiles().base + threadIdx.x * 4,
-                   reinterpret_cast<const uint32_t*>(&p)[min(threadIdx.x, kLast) * kLine]);
   ptx::griddepcontrol_wait();
   ptx::griddepcontrol_launch_dependents();
   BlockParts<Tiles::kThreads, Tiles::kRows> parts(p, DecodeWorkspace<C>(p).merges, Tiles::scratch());

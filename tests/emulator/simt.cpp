@@ -48,6 +48,7 @@ struct Rendezvous {
 struct Warp {
   uint32_t ready = 0, live = 0;
   uint64_t epoch = 1;  // counts its __syncwarp
+  std::map<int, uint64_t> met;  // at named barriers: what another warp did up to this time lies before
   std::vector<Rendezvous> open;
 };
 
@@ -56,6 +57,8 @@ struct Stamp {
   uint64_t epoch, warp_epoch;
   int warp, lane;
   Site site;
+  uint64_t time;
+  uint32_t warps;  // as bits
 };
 constexpr int kSeveral = -1;  // warps or lanes
 
@@ -74,6 +77,7 @@ struct TransactionBarrier {
 struct NamedBarrier {
   int arrived = 0;
   uint64_t phase = 0;
+  uint32_t warps = 0, waiting = 0;  // that have arrived in this phase, as bits
 };
 
 }  // namespace
@@ -104,6 +108,7 @@ struct Device {
   void* main_stack = nullptr;
   size_t turn = 0;  // of the resident blocks
   uint64_t epochs = 0, progress = 0, progress_before = 0;
+  uint64_t time = 0;  // counts accesses of shared memory
   int fruitless = 0;  // polls since there was progress
   std::string error;
   std::vector<char*> free_stacks;
@@ -475,8 +480,15 @@ void wait_for_barrier(uint32_t address, uint32_t parity, Site site) {
 void named_barrier(int barrier, int threads, bool wait, Site site) {
   NamedBarrier& named = current->block->named[barrier];
   const uint64_t phase = named.phase;
+  const uint32_t me = 1u << current->id / kWarpSize;
+  named.warps |= me;
+  if (wait) named.waiting |= me;
   if (++named.arrived == threads) {
-    named.arrived = 0;
+    auto& warps = current->block->warps;
+    for (size_t waits = 0; waits < warps.size(); ++waits)
+      for (size_t other = 0; other < warps.size(); ++other)
+        if (named.waiting >> waits & named.warps >> other & 1) warps[waits].met[other] = device.time;
+    named.arrived = 0, named.warps = named.waiting = 0;
     ++named.phase;
     made_progress();
   }
@@ -492,6 +504,13 @@ void check_order(const Stamp& before, uint64_t epoch, const Stamp& now, const ch
   if (before.epoch != epoch || !current->block->transactions.empty()) return;
   const bool same_thread = before.warp == now.warp && before.lane == now.lane;
   if (same_thread || (before.warp == now.warp && before.warp_epoch < now.warp_epoch)) return;
+  const auto& met = warp_of(*current).met;
+  bool all_met = true;
+  for (uint32_t warps = before.warps; warps; warps &= warps - 1) {
+    const auto found = met.find(__builtin_ctz(warps));
+    all_met &= found != met.end() && before.time <= found->second;
+  }
+  if (all_met) return;
   fail(
       "warp %d lane %d %s byte %u of shared memory (%s:%d), which warp %d lane %d (-1: several) %s (%s:%d): "
       "no barrier lies between",
@@ -504,6 +523,7 @@ void note_read(Stamp& last, Stamp now) {
     now.warp_epoch = std::max(now.warp_epoch, last.warp_epoch);
     if (last.lane != now.lane) now.lane = kSeveral;
     if (last.warp != now.warp) now.warp = now.lane = kSeveral;
+    now.warps |= last.warps;
   }
   last = now;
 }
@@ -535,6 +555,7 @@ void finish_copy(const Copy& copy) {
     landed.flight = 0;
     landed.write.epoch = current->block->epoch;
     landed.write.warp_epoch = warp_of(*current).epoch;
+    landed.write.time = device.time;
   }
   uint8_t* to = shared_memory + (copy.to - kSharedWindow);
   if (copy.from)
@@ -557,8 +578,14 @@ uint8_t* shared(uint32_t address, uint32_t size, Access access, Site site, int l
   if (address < kSharedWindow || offset + size > device.shared_bytes || offset % size != 0)
     fail("%u bytes at offset %d of %zu bytes of shared memory: outside or misaligned, at %s:%d", size,
          static_cast<int>(offset), device.shared_bytes, site.file, site.line);
-  const Stamp now{current->block->epoch, warp_of(*current).epoch, current->id / kWarpSize,
-                  lane < 0 ? current->id % kWarpSize : lane, site};
+  const int warp = current->id / kWarpSize;
+  const Stamp now{current->block->epoch,
+                  warp_of(*current).epoch,
+                  warp,
+                  lane < 0 ? current->id % kWarpSize : lane,
+                  site,
+                  ++device.time,
+                  1u << warp};
   for (uint32_t cell = offset / 4; cell < (offset + size) / 4; ++cell) check_cell(cell, access, now);
   return shared_memory + offset;
 }

@@ -134,7 +134,10 @@ FAULTS = {  # name: rows, file, text, the text that replaces it
         WIDE_BACKWARD, "sm90/backward.cuh",
         "ptx::bar_sync(kAllGroupsBarrier, 256);  // the other one has read V", "//"),
     "sums for which nobody's turn comes": (
-        HOPPER_BACKWARD, "sm90/backward_block.cuh", "if (deterministic) pass_on(steps - 1);", ""),
+        HOPPER_BACKWARD, "sm90/backward_block.cuh", "  }\n  pass_on(turn);", "  }"),
+    "turns that are counted from another block": (
+        HOPPER_BACKWARD, "sm90/backward_block.cuh", "min(row + C::kRows, block.visible.len_q) - 1;",
+        "min(row + 2 * C::kRows, block.visible.len_q) - 1;"),
     "a softcap without its derivative": (
         HOPPER_GENERAL, "sm90/backward_block.cuh", "weight[e] * fmaf(-tanh, tanh, 1.f)", "weight[e]"),
     "ALiBi of the first head": (

@@ -22,8 +22,7 @@ __device__ inline void differentiate_keys(const Backward& f, const BackwardShare
   static_assert(kRoundEarly || !C::kGeneral, "s of a general row is not P");
   const int lane = thread % 32, warp = thread / 32, warp_key = warpgroup * 64 + warp * 16;
   const float scale = static_cast<float>(f.p.score.scale) * kLog2E;
-  const QuerySums<C> sums{shared, f.p.deterministic, (Shared::kSplitRows ? warpgroup * 4 : 0) + warp,
-                          warpgroup * 4 + warp, lane};
+  const QuerySums<C> sums{shared, f.p.deterministic, warpgroup, warp, lane};
   const int part = Shared::kSplitRows ? 0 : warpgroup;  // of the columns of dQ
   const int steps = shared.block().steps;
   float dk[C::kHeadDim / 2], dv[C::kHeadDimV / 2], s[kScores], dp[kScores];
@@ -120,7 +119,7 @@ __device__ inline void differentiate_keys(const Backward& f, const BackwardShare
     ptx::wgmma_wait_group<0>();
     ptx::written_by_wgmma(dq);
     sums.add(dq, steps - 1, part);
-    sums.finish(steps);
+    sums.finish();
     ptx::bar_sync(kAllGroupsBarrier, 256);  // both have read K
   }
   store_values<C>(f, shared, dv, warpgroup, thread);
@@ -134,7 +133,7 @@ __device__ inline void differentiate_values(const Backward& f, const BackwardSha
   constexpr int kScores = C::kRows / 2, kParts = C::kHeadDim / Shared::kQueryColumns;
   const int lane = thread % 32, warp = thread / 32;
   const float scale = static_cast<float>(f.p.score.scale) * kLog2E;
-  const QuerySums<C> sums{shared, f.p.deterministic, warp, warp, lane};
+  const QuerySums<C> sums{shared, f.p.deterministic, 0, warp, lane};
   const int steps = shared.block().steps;
   float dv[C::kHeadDimV / 2], s[kScores], dq[2][Shared::kQueryColumns / 2];
   uint32_t p_operand[C::kRows / 16][4];
@@ -173,7 +172,7 @@ __device__ inline void differentiate_values(const Backward& f, const BackwardSha
       ptx::written_by_wgmma(dq[part % 2]);
       if (step < 0) continue;
       if (part + 1 == kParts) arrive(shared.ds_empty(place.stage));
-      sums.add(dq[part % 2], step, part, part == 0);
+      sums.add(dq[part % 2], step, part, part == 0, part + 1 == kParts);
     }
   };
   const auto iterate = [&](int step, auto last_step) {
@@ -202,7 +201,7 @@ __device__ inline void differentiate_values(const Backward& f, const BackwardSha
     for (int step = 0; step < steps - 1; ++step) iterate(step, std::false_type{});
     iterate(steps - 1, std::true_type{});
     multiply_queries(steps - 1, std::false_type{});
-    sums.finish(steps);
+    sums.finish();
     ptx::bar_sync(kAllGroupsBarrier, 256);  // the other one has read V, and this one K
   }
   store_values<C>(f, shared, dv, 0, thread);
@@ -292,7 +291,13 @@ __global__ void __launch_bounds__(BackwardShared<C>::kThreads, 1)
   static_assert(kProducerRegisters + 2 * kConsumerRegisters == 3 * 168);
   if (warpgroup == 0) {
     ptx::setmaxnreg_dec<kProducerRegisters>();
-    if (threadIdx.x < 32 && shared.block().steps > 0) produce_tiles<C>(f, shared, threadIdx.x);
+    const int warp = __shfl_sync(0xFFFFFFFFu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
+    if (shared.block().steps > 0) {
+      if (warp == 0)
+        produce_tiles<C>(f, shared, lane);
+      else if (f.p.deterministic && warp <= BackwardShared<C>::kSumWarpgroups)
+        keep_turns<C>(f, shared, warp - 1, lane);
+    }
   } else {
     ptx::setmaxnreg_inc<kConsumerRegisters>();
     const int thread = ptx::recomputed(threadIdx.x % 128);

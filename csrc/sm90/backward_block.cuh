@@ -9,11 +9,13 @@
 namespace flashattn::sm90 {
 
 // Which keys of which KV head a block owns: TileOrder (common/scheduler.h), divided by numbers that the host
-// knows.  The first keys of a head, which most queries see when causal, are its tile 0.
+// knows.  The first keys of a head, which most queries see when causal, come first, or last when dQ is
+// summed in a fixed order.
 struct KeyOrder {
   Divisor section, tiles_of_section;  // KV heads whose tiles are mixed
   Divisor heads;                      // of a sequence
   int all_heads, group;               // group: query heads of a KV head
+  int first_tile, next_tile;          // of a head: which one comes first, and how far away the next one is
 
   struct Place {
     int head, tile;
@@ -23,7 +25,7 @@ struct KeyOrder {
                    members = min(section.value, all_heads - first),
                    rest = block - index * tiles_of_section.value;
     const unsigned tile = members == section.value ? section.divide(rest) : rest / members;
-    return {static_cast<int>(first + rest - tile * members), static_cast<int>(tile)};
+    return {static_cast<int>(first + rest - tile * members), first_tile + static_cast<int>(tile) * next_tile};
   }
 };
 
@@ -47,8 +49,6 @@ struct KeyBlock {
 // A tile of queries of one head.
 struct Step {
   float* sums;         // of dQ, where the tile begins
-  int* turn;           // in which blocks add to them, if the order must not vary
-  int rank;            // of this block
   int row, rows_left;  // the tile's first row, and how many count from there on
   bool edge;           // is there a row that does not see all keys?
 };
@@ -87,7 +87,8 @@ struct BackwardShared {
   static constexpr bool kSplitRows = C::kRows == 128;
   static constexpr int kQueryColumns = !kSplitKeys ? 64 : kSplitRows ? C::kHeadDim : C::kHeadDim / 2;
   // Warps that write dS, and that add dQ.
-  static constexpr int kScoreWarps = kSplitKeys ? kWarps : 4, kSumWarps = kScoreWarps;
+  static constexpr int kScoreWarps = kSplitKeys ? kWarps : 4, kSumWarps = kScoreWarps,
+                       kSumWarpgroups = kSumWarps / 4;
   static constexpr int kSumBytes = C::kBulkSums ? kQueryColumns / 8 * 512 : 0;  // of a warp
   // The second half of K's columns begins within a slab: it is there once more, in a slab of its own.
   static constexpr bool kShiftedSlab = kSplitKeys && !kSplitRows && kQueryColumns % 64 != 0;
@@ -160,7 +161,13 @@ struct BackwardShared {
 };
 
 constexpr uint32_t kInfinityBits = 0x7F800000;
-constexpr int kAllGroupsBarrier = 3;  // both warpgroups; the others are those of the forward
+// Named barriers beside those of the forward.
+constexpr int kAllGroupsBarrier = 3;  // both warpgroups
+// When dQ is summed in a fixed order, of a warpgroup (+ warpgroup) and the warp that keeps its turns:
+constexpr int kMayAddBarrier =
+    8;  // the warpgroup may write sums of a step, if threads add them, to the workspace
+constexpr int kSumsBarrier = 10;  // it has done so
+constexpr int kKeptThreads = 160;
 
 template <class C>
 __device__ inline KeyBlock key_block(const BackwardParams& p, const KeyOrder& order) {
@@ -267,11 +274,7 @@ __device__ inline void produce_tiles(const Backward& f, const BackwardShared<C>&
       const BackwardWorkspace<C> workspace(p);
       const int64_t start = workspace.start(p, block.batch, head, block.q_first) + row / 16;
       static_cast<Step&>(shared.step(step)) = {
-          workspace.sums + start * workspace.kColumnBlocks * workspace.kBlock,
-          workspace.turns + (int64_t{block.batch} * p.heads_q + head) * workspace.row_tiles + row / C::kRows,
-          block.key / C::kKeys - block.visible.first(row) / C::kKeys,
-          row,
-          last,
+          workspace.sums + start * workspace.kColumnBlocks * workspace.kBlock, row, last,
           row < block.whole.first || row + C::kRows > block.whole.last};
       if constexpr (C::kGeneral) {
         const PerHead& alibi = p.score.alibi;
@@ -467,7 +470,8 @@ __device__ inline void multiply_dq(float (&dq)[n], const BackwardShared<C>& shar
   ptx::wgmma_commit_group();
 }
 
-// Where a warp adds 16 rows of dQ to the sums.
+// Where a warp adds 16 rows of dQ to the sums.  When their order must not vary, only after keep_turns says
+// so, and keep_turns has the copy engine add what lies in shared memory.
 template <class C>
 struct QuerySums {
   using Shared = BackwardShared<C>;
@@ -476,26 +480,28 @@ struct QuerySums {
 
   const Shared& shared;
   bool deterministic;
-  int row_block, warp, lane;  // row_block: of 16 rows in the tile; warp: of those that add
+  int warpgroup, warp, lane;  // warp of the warpgroup
 
-  // Columns of part `part`, the first of a step if `first`; the steps before have been added with it.  When
-  // the order must not vary, a turn ends with the next step, when these sums have long been performed.
-  __device__ void add(const float (&dq)[Shared::kQueryColumns / 2], int number, int part,
-                      bool first = true) const {
+  // Columns of part `part`, the first of a step if `first`, and the last one if `last`.
+  __device__ void add(const float (&dq)[Shared::kQueryColumns / 2], int number, int part, bool first = true,
+                      bool last = true) const {
     const Step& step = shared.step(number);
-    const bool counts = row_block * 16 < step.rows_left;
-    float* sums = step.sums + (row_block * Workspace::kColumnBlocks + part * kBlocks) * Workspace::kBlock;
     if (!C::kBulkSums) {
-      if (deterministic && first) wait_for_turn(number);
-      if (counts)
+      if (deterministic && first) ptx::bar_sync(kMayAddBarrier + warpgroup, kKeptThreads);
+      float* sums = sums_of(step, warp, part);
+      if (counts(step, warp))
 #pragma unroll
         for (int j = 0; j < kBlocks; ++j)
           ptx::red_add_warp(sums + j * Workspace::kBlock, lane,
                             {dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]});
+      if (deterministic && last) ptx::bar_arrive(kSumsBarrier + warpgroup, kKeptThreads);
       return;
     }
-    const uint32_t place = shared.sums(warp);
-    if (lane == 0) ptx::cp_async_bulk_wait_group_read();
+    const uint32_t place = shared.sums(warpgroup * 4 + warp);
+    if (deterministic)
+      ptx::bar_sync(kMayAddBarrier + warpgroup, kKeptThreads);
+    else if (lane == 0)
+      ptx::cp_async_bulk_wait_group_read();
     __syncwarp();
 #pragma unroll
     for (int j = 0; j < kBlocks; ++j)
@@ -503,41 +509,87 @@ struct QuerySums {
                            {dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]});
     ptx::fence_proxy_async();
     __syncwarp();
-    if (deterministic && first) wait_for_turn(number);
-    if (lane == 0 && counts) {
-      ptx::cp_reduce_async_bulk_add(sums, place, Shared::kSumBytes);
-      ptx::cp_async_bulk_commit_group();
-    }
+    if (deterministic)
+      ptx::bar_arrive(kSumsBarrier + warpgroup, kKeptThreads);
+    else if (lane == 0)
+      start_adding(step, warp, part);
+  }
+
+  // What a warp of the warpgroup has written; one lane calls it.
+  __device__ void start_adding(const Step& step, int warp_, int part) const {
+    if (!counts(step, warp_)) return;
+    ptx::cp_reduce_async_bulk_add(sums_of(step, warp_, part), shared.sums(warpgroup * 4 + warp_),
+                                  Shared::kSumBytes);
+    ptx::cp_async_bulk_commit_group();
   }
 
   // After the last step.
-  __device__ void finish(int steps) const {
+  __device__ void finish() const {
     if (lane == 0) ptx::cp_async_bulk_wait_group_read();
-    if (deterministic) pass_on(steps - 1);
   }
 
  private:
-  __device__ void wait_for_turn(int number) const {
-    if (number > 0) pass_on(number - 1);
-    const Step& step = shared.step(number);
-    if (lane == 0)
-      while (ptx::ld_acquire(step.turn) < step.rank * Shared::kSumWarps) {
-      }
-    __syncwarp();
-  }
-  __device__ void pass_on(int number) const {
-    if (C::kBulkSums) {
-      if (lane == 0) ptx::cp_async_bulk_wait_group();
-    } else {
-      __threadfence();
-      __syncwarp();
-    }
-    if (lane == 0) {
-      __threadfence();
-      ptx::red_add_release(shared.step(number).turn, 1);
-    }
+  __device__ int row_block(int warp_) const { return (Shared::kSplitRows ? warpgroup * 4 : 0) + warp_; }
+  __device__ bool counts(const Step& step, int warp_) const { return row_block(warp_) * 16 < step.rows_left; }
+  __device__ float* sums_of(const Step& step, int warp_, int part) const {
+    return step.sums + (row_block(warp_) * Workspace::kColumnBlocks + part * kBlocks) * Workspace::kBlock;
   }
 };
+
+// Position of a block in the order of those that add to a tile of queries: the last keys come first, as in
+// KeyOrder.
+template <class C>
+__device__ inline int rank_at(const KeyBlock& block, int row) {
+  const int last_row = min(row + C::kRows, block.visible.len_q) - 1;
+  return (block.visible.last(last_row) - 1) / C::kKeys - block.key / C::kKeys;
+}
+
+// What a warp does for each warpgroup that adds dQ when the order of sums must not vary: at each tile it
+// waits until the blocks before have added theirs, and counts this one when its sums have been performed,
+// while the warpgroup computes the next ones.
+template <class C>
+__device__ inline void keep_turns(const Backward& f, const BackwardShared<C>& shared, int warpgroup,
+                                  int lane) {
+  using Shared = BackwardShared<C>;
+  const BackwardParams& p = f.p;
+  const KeyBlock& block = shared.block();
+  const QuerySums<C> sums{shared, true, warpgroup, 0, lane};
+  const auto may_add = [&] { ptx::bar_arrive(kMayAddBarrier + warpgroup, kKeptThreads); };
+  const auto pass_on = [&](int* turn) {
+    if (lane == 0) {
+      ptx::cp_async_bulk_wait_group();
+      ptx::red_add_release(turn, 1);
+    }
+  };
+  const BackwardWorkspace<C> workspace(p);
+  int* const turns =
+      workspace.turns + (int64_t{block.batch} * p.heads_q + block.first_head) * workspace.row_tiles;
+  int* turn = turns;
+  int row = block.first_row, head = 0;
+#pragma unroll 1
+  for (int step = 0; step < block.steps; ++step) {
+    if (C::kBulkSums) may_add();  // the copy engine has read what lay there
+    if (step > 0) pass_on(turn);
+    turn = turns + head * workspace.row_tiles + row / C::kRows;
+    const int before = rank_at<C>(block, row) * Shared::kSumWarpgroups;
+    if (lane == 0)
+      while (ptx::ld_acquire(turn) < before) {
+      }
+    __syncwarp();
+    if (!C::kBulkSums) may_add();
+    ptx::bar_sync(kSumsBarrier + warpgroup, kKeptThreads);
+    if (C::kBulkSums && lane == 0) {
+#pragma unroll 1
+      for (int warp = 0; warp < 4; ++warp)
+        sums.start_adding(shared.step(step), warp, Shared::kSplitRows ? 0 : warpgroup);
+      ptx::cp_async_bulk_wait_group_read();
+    }
+    __syncwarp();
+    row += C::kRows;
+    if (row >= block.rows.last) row = block.first_row, ++head;
+  }
+  pass_on(turn);
+}
 
 // Rows of dK or dV that a warpgroup has, rounded, through shared memory to global memory.
 template <class C, class T, int n>

@@ -183,6 +183,8 @@ KeyOrder key_order(const BackwardParams& p) {
   order.section = Divisor(static_cast<unsigned>(section));
   order.tiles_of_section = Divisor(static_cast<unsigned>(section * tiles));
   order.heads = Divisor(static_cast<unsigned>(p.heads_k));
+  order.first_tile = p.deterministic ? static_cast<int>(tiles) - 1 : 0;
+  order.next_tile = p.deterministic ? -1 : 1;
   return order;
 }
 

@@ -14,15 +14,16 @@ namespace flashattn::sm90 {
 struct KeyOrder {
   Divisor section, tiles_of_section;  // KV heads whose tiles are mixed
   Divisor heads;                      // of a sequence
-  int all_heads, group;               // group: query heads of a KV head
+  int last_section, all_heads;        // the last section has the heads that are left, too
+  int group;                          // query heads of a KV head
   int first_tile, next_tile;          // of a head: which one comes first, and how far away the next one is
 
   struct Place {
     int head, tile;
   };
   __device__ Place place(unsigned block) const {
-    const unsigned index = tiles_of_section.divide(block), first = index * section.value,
-                   members = min(section.value, all_heads - first),
+    const unsigned last = last_section, index = min(tiles_of_section.divide(block), last),
+                   first = index * section.value, members = index < last ? section.value : all_heads - first,
                    rest = block - index * tiles_of_section.value;
     const unsigned tile = members == section.value ? section.divide(rest) : rest / members;
     return {static_cast<int>(first + rest - tile * members), first_tile + static_cast<int>(tile) * next_tile};

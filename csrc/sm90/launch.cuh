@@ -168,16 +168,19 @@ Workspace backward_workspace(const BackwardParams& p) {
   return workspace;
 }
 
-// Heads of a section share the L2 cache: of each query Q, dO and the sums of dQ.
+// Heads of a section share the L2 cache: of each query Q, dO and the sums of dQ.  A causal launch of few
+// blocks has one section, so that its last blocks are the shortest of all.
 template <class C>
 KeyOrder key_order(const BackwardParams& p) {
-  constexpr int64_t kCache = 36 << 20;
+  constexpr int64_t kCache = 36 << 20, kFewWaves = 8;
   constexpr int kQueryBytes = C::kHeadDim * 2 + C::kHeadDimV * 2 + C::kHeadDim * 4;
   const int64_t tiles = (p.seqlen_k.rows + C::kKeys - 1) / C::kKeys, heads = p.heads_k * p.batch,
                 group = p.heads_q / p.heads_k,
-                section =
-                    clamp(kCache / std::max<int64_t>(1, p.seqlen_q.rows * group * kQueryBytes), 1, heads);
+                cached = kCache / std::max<int64_t>(1, p.seqlen_q.rows * group * kQueryBytes);
+  const bool together = p.score.window_right >= 0 && tiles * heads < kFewWaves * processors();
+  const int64_t section = together ? heads : clamp(cached, 1, heads);
   KeyOrder order{};
+  order.last_section = static_cast<int>(heads / section) - 1;
   order.all_heads = static_cast<int>(heads);
   order.group = static_cast<int>(group);
   order.section = Divisor(static_cast<unsigned>(section));

@@ -118,7 +118,7 @@ FAULTS = {  # name: rows, file, text, the text that replaces it
         HOPPER_BACKWARD, "sm90/backward_block.cuh",
         "ptx::mbarrier_wait(shared.ds_empty(place.stage), place.parity ^ 1);", ""),
     "dK written over K of the other warpgroup": (
-        HOPPER_BACKWARD, "sm90/backward.cuh", "ptx::bar_sync(kAllGroupsBarrier, 256);  // both", "//"),
+        HOPPER_BACKWARD, "sm90/backward.cuh", "wait_for_readers<C>(shared, lane);  // both", "//"),
     "the last turn that is not passed": (
         HOPPER_BACKWARD, "sm90/backward.cuh", "if (warpgroup == 0) pass_turn();", ""),
     "NaN in Q past a sequence's end": (
@@ -132,7 +132,7 @@ FAULTS = {  # name: rows, file, text, the text that replaces it
         "row % 8 / 2 * 4 + row % 2 * 2 + row / 8"),
     "dV written over V of the other warpgroup": (
         WIDE_BACKWARD, "sm90/backward.cuh",
-        "ptx::bar_sync(kAllGroupsBarrier, 256);  // the other one has read V", "//"),
+        "wait_for_readers<C>(shared, lane);  // the other one has read V", "//"),
     "sums for which nobody's turn comes": (
         HOPPER_BACKWARD, "sm90/backward_block.cuh", "  }\n  pass_on(turn);", "  }"),
     "turns that are counted from another block": (

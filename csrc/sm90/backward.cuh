@@ -120,7 +120,7 @@ __device__ inline void differentiate_keys(const Backward& f, const BackwardShare
     ptx::written_by_wgmma(dq);
     sums.add(dq, steps - 1, part);
     sums.finish();
-    ptx::bar_sync(kAllGroupsBarrier, 256);  // both have read K
+    wait_for_readers<C>(shared, lane);  // both have read K
   }
   store_values<C>(f, shared, dv, warpgroup, thread);
   store_keys<C>(f, shared, dk, warpgroup, thread);
@@ -202,7 +202,7 @@ __device__ inline void differentiate_values(const Backward& f, const BackwardSha
     iterate(steps - 1, std::true_type{});
     multiply_queries(steps - 1, std::false_type{});
     sums.finish();
-    ptx::bar_sync(kAllGroupsBarrier, 256);  // the other one has read V, and this one K
+    wait_for_readers<C>(shared, lane);  // the other one has read V, and this one K
   }
   store_values<C>(f, shared, dv, 0, thread);
 }
@@ -266,7 +266,7 @@ __device__ inline void differentiate_products(const Backward& f, const BackwardS
 #pragma unroll 1
     for (int step = 0; step < steps - 1; ++step) iterate(step, std::false_type{});
     iterate(steps - 1, std::true_type{});
-    ptx::bar_sync(kAllGroupsBarrier, 256);  // the other one has read K, and this one V
+    wait_for_readers<C>(shared, lane);  // the other one has read K, and this one V
   }
   store_keys<C>(f, shared, dk, 1, thread);
 }

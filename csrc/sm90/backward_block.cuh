@@ -103,7 +103,7 @@ struct BackwardShared {
                        kStepPlace = kStatisticsPlace + C::kQueryStages * kStatisticsBytes,
                        kBlockPlace = kStepPlace + kSteps * static_cast<int>(sizeof(OwnStep));
   static constexpr int kBarrierPlace = kBlockPlace + (static_cast<int>(sizeof(KeyBlock)) + 7) / 8 * 8;
-  static constexpr int kBarriers = 3 + 2 * (C::kQueryStages + C::kDOutStages + kScoreStages);
+  static constexpr int kBarriers = 4 + 2 * (C::kQueryStages + C::kDOutStages + kScoreStages);
   static constexpr int kBytes = kAlignment + kBarrierPlace + kBarriers * 8;
 
   uint32_t padding = -ptx::shared_address(shared_memory) % kAlignment,
@@ -135,11 +135,12 @@ struct BackwardShared {
   // empty: the warps are done with it.
   __device__ uint32_t k_full() const { return barrier(0); }
   __device__ uint32_t v_full() const { return barrier(1); }
-  __device__ uint32_t landed() const { return barrier(2); }  // what the producer changes before it is full
-  __device__ uint32_t q_full(int stage) const { return barrier(3 + stage); }
-  __device__ uint32_t dout_full(int stage) const { return barrier(3 + C::kQueryStages + stage); }
+  __device__ uint32_t landed() const { return barrier(2); }     // what the producer changes before it is full
+  __device__ uint32_t keys_read() const { return barrier(3); }  // K and V, by all warps
+  __device__ uint32_t q_full(int stage) const { return barrier(4 + stage); }
+  __device__ uint32_t dout_full(int stage) const { return barrier(4 + C::kQueryStages + stage); }
   __device__ uint32_t ds_full(int stage) const {
-    return barrier(3 + C::kQueryStages + C::kDOutStages + stage);
+    return barrier(4 + C::kQueryStages + C::kDOutStages + stage);
   }
   __device__ uint32_t q_empty(int stage) const { return q_full(stage) + kEmpty; }
   __device__ uint32_t dout_empty(int stage) const { return dout_full(stage) + kEmpty; }
@@ -147,6 +148,7 @@ struct BackwardShared {
 
   __device__ void init_barriers() const {
     ptx::mbarrier_init(k_full(), 1), ptx::mbarrier_init(v_full(), 1), ptx::mbarrier_init(landed(), 1);
+    ptx::mbarrier_init(keys_read(), kWarps);
     for (int i = 0; i < C::kQueryStages; ++i)
       ptx::mbarrier_init(q_full(i), 1), ptx::mbarrier_init(q_empty(i), kWarps);
     for (int i = 0; i < C::kDOutStages; ++i)
@@ -162,9 +164,8 @@ struct BackwardShared {
 };
 
 constexpr uint32_t kInfinityBits = 0x7F800000;
-// Named barriers beside those of the forward.
-constexpr int kAllGroupsBarrier = 3;  // both warpgroups
-// When dQ is summed in a fixed order, of a warpgroup (+ warpgroup) and the warp that keeps its turns:
+// Named barriers beside those of the forward.  When dQ is summed in a fixed order, of a warpgroup (+
+// warpgroup) and the warp that keeps its turns:
 constexpr int kMayAddBarrier =
     8;  // the warpgroup may write sums of a step, if threads add them, to the workspace
 constexpr int kSumsBarrier = 10;  // it has done so
@@ -469,6 +470,13 @@ __device__ inline void multiply_dq(float (&dq)[n], const BackwardShared<C>& shar
   for (int k = 0; k < C::kKeys; k += 16)
     Wgmma<C::kDType, 2 * n>::template ss<1>(dq, a + DS::k_step(k), b + B::row_step(k), k > 0);
   ptx::wgmma_commit_group();
+}
+
+// Until all warps are done with K and V.
+template <class C>
+__device__ inline void wait_for_readers(const BackwardShared<C>& shared, int lane) {
+  if (lane == 0) ptx::mbarrier_arrive(shared.keys_read());
+  ptx::mbarrier_wait(shared.keys_read(), 0);
 }
 
 // Where a warp adds 16 rows of dQ to the sums.  When their order must not vary, only after keep_turns says

@@ -67,15 +67,21 @@ struct StatisticsInRows {
   __device__ static void store(float2* block, int row, float2 x) { block[row] = x; }
 };
 
-// delta = rowsum(dO * O) - dlse and the statistics of 16 rows, whose sums of dQ become zero.  16 lanes share
-// a row.
+// delta = rowsum(dO * O) - dlse and the statistics of 16 rows, whose sums of dQ become zero, if there are
+// any. 16 lanes share a row.
+struct Preparation {
+  BackwardParams p;
+  bool sums;
+};
+
 template <class C>
 FLASHATTN_HD int64_t prepare_blocks(const BackwardParams& p) {
   return p.batch * p.heads_q * ((p.seqlen_q.rows + 15) / 16);
 }
 
 template <class C, class Statistics>
-__global__ void __launch_bounds__(kSmallThreads) prepare_rows(const __grid_constant__ BackwardParams p) {
+__global__ void __launch_bounds__(kSmallThreads) prepare_rows(const __grid_constant__ Preparation all) {
+  const BackwardParams& p = all.p;
   static_assert(kSmallThreads == 16 * 16, "16 rows, 16 lanes each");
   using Workspace = BackwardWorkspace<C>;
   if (block_index() >= prepare_blocks<C>(p)) return;
@@ -113,6 +119,7 @@ __global__ void __launch_bounds__(kSmallThreads) prepare_rows(const __grid_const
     Statistics::store(workspace.statistics + block * 16, threadIdx.x / 16,
                       {empty ? INFINITY : lse * kLog2E, delta});
   }
+  if (!all.sums) return;
   float4* sums =
       reinterpret_cast<float4*>(workspace.sums + block * Workspace::kColumnBlocks * Workspace::kBlock);
   for (int i = threadIdx.x; i < Workspace::kColumnBlocks * Workspace::kBlock / 4; i += kSmallThreads)
@@ -161,20 +168,23 @@ __global__ void __launch_bounds__(kSmallThreads) finish_queries(const __grid_con
   }
 }
 
-// All kernels of a backward in order; `main` launches the one between, which reads Statistics.
+// All kernels of a backward in order; `main` launches the one between, which reads Statistics and adds to the
+// sums of dQ, or, without `sums`, stores dQ itself.
 template <class C, class Statistics, class Main>
-int launch_backward_rows(const BackwardParams& p, cudaStream_t stream, Main main) {
+int launch_backward_rows(const BackwardParams& p, cudaStream_t stream, Main main, bool sums = true) {
   using Element = std::conditional_t<C::kDType == DType::bf16, __nv_bfloat16, __half>;
-  int error = launch_kernel(prepare_rows<C, Statistics>, prepare_blocks<C>(p), kSmallThreads, 0, p, stream);
+  int error = launch_kernel(prepare_rows<C, Statistics>, prepare_blocks<C>(p), kSmallThreads, 0,
+                            Preparation{p, sums}, stream);
   if (!error && p.dsink) error = any::launch_sink_gradient<Element>(p, stream);
-  if (!error && p.deterministic) {
+  if (!error && sums && p.deterministic) {
     const BackwardWorkspace<C> workspace(p);
     const int64_t bytes =
         workspace.bytes - (reinterpret_cast<char*>(workspace.turns) - static_cast<char*>(p.workspace.shared));
     error = cudaMemsetAsync(workspace.turns, 0, bytes, stream);
   }
   if (!error) error = main();
-  if (!error) error = launch_kernel(finish_queries<C>, finish_blocks<C>(p), kSmallThreads, 0, p, stream);
+  if (!error && sums)
+    error = launch_kernel(finish_queries<C>, finish_blocks<C>(p), kSmallThreads, 0, p, stream);
   return error;
 }
 

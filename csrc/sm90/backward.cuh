@@ -3,7 +3,8 @@
 //   One block owns kKeys keys of one KV head and goes through the tiles of kRows queries that see them, of
 //   every head of the group.  Scores are transposed, keys by queries: S^T = K Q^T and dP^T = V dO^T end in
 //   registers as the operands of dV += P^T dO and dK += dS^T Q, which stay in registers too.  dS goes through
-//   shared memory, because dQ needs all keys of the block; dQ is added up in a float workspace.
+//   shared memory, because dQ needs all keys of the block; dQ is added up in a float workspace, unless a head
+//   has one block.
 //   Two warpgroups have 64 keys each and take turns: one computes P and dS while the tensor cores work for
 //   the other.  Of wide heads a block owns 64 keys, and one warpgroup computes dV and dQ, the other one dK.
 #pragma once
@@ -22,7 +23,7 @@ __device__ inline void differentiate_keys(const Backward& f, const BackwardShare
   static_assert(kRoundEarly || !C::kGeneral, "s of a general row is not P");
   const int lane = thread % 32, warp = thread / 32, warp_key = warpgroup * 64 + warp * 16;
   const float scale = static_cast<float>(f.p.score.scale) * kLog2E;
-  const QuerySums<C> sums{shared, f.p.deterministic, warpgroup, warp, lane};
+  const QuerySums<C> sums{shared, f.queries != Queries::added, warpgroup, warp, lane};
   const int part = Shared::kSplitRows ? 0 : warpgroup;  // of the columns of dQ
   const int steps = shared.block().steps;
   float dk[C::kHeadDim / 2], dv[C::kHeadDimV / 2], s[kScores], dp[kScores];
@@ -133,7 +134,7 @@ __device__ inline void differentiate_values(const Backward& f, const BackwardSha
   constexpr int kScores = C::kRows / 2, kParts = C::kHeadDim / Shared::kQueryColumns;
   const int lane = thread % 32, warp = thread / 32;
   const float scale = static_cast<float>(f.p.score.scale) * kLog2E;
-  const QuerySums<C> sums{shared, f.p.deterministic, 0, warp, lane};
+  const QuerySums<C> sums{shared, f.queries != Queries::added, 0, warp, lane};
   const int steps = shared.block().steps;
   float dv[C::kHeadDimV / 2], s[kScores], dq[2][Shared::kQueryColumns / 2];
   uint32_t p_operand[C::kRows / 16][4];
@@ -295,8 +296,12 @@ __global__ void __launch_bounds__(BackwardShared<C>::kThreads, 1)
     if (shared.block().steps > 0) {
       if (warp == 0)
         produce_tiles<C>(f, shared, lane);
-      else if (f.p.deterministic && warp <= BackwardShared<C>::kSumWarpgroups)
+      else if (warp > BackwardShared<C>::kSumWarpgroups)
+        return;
+      else if (f.queries == Queries::added_in_turn)
         keep_turns<C>(f, shared, warp - 1, lane);
+      else if (C::kBulkSums && f.queries == Queries::stored)
+        store_queries<C>(f, shared, warp - 1, lane);
     }
   } else {
     ptx::setmaxnreg_inc<kConsumerRegisters>();

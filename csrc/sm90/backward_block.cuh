@@ -30,10 +30,14 @@ struct KeyOrder {
   }
 };
 
+// How dQ comes about: blocks add to sums, as they come or in a fixed order, or one block computes it.
+enum class Queries { added, added_in_turn, stored };
+
 struct Backward {
   CUtensorMap q, dout, k, v, dk, dv;  // as in Forward
   BackwardParams p;
   KeyOrder order;
+  Queries queries;
   // Of general rows, in log2 units: 2x of the softcap's tanh x is cap_factor times a product, a logit is
   // logit_factor times tanh x.  Without a softcap largest_tanh is 0, not 1, and a logit is of a product.
   float cap_factor, largest_tanh, logit_factor;
@@ -49,7 +53,7 @@ struct KeyBlock {
 
 // A tile of queries of one head.
 struct Step {
-  float* sums;         // of dQ, where the tile begins
+  void* dq;            // where sums of the tile begin, or where it is stored
   int row, rows_left;  // the tile's first row, and how many count from there on
   bool edge;           // is there a row that does not see all keys?
 };
@@ -164,11 +168,10 @@ struct BackwardShared {
 };
 
 constexpr uint32_t kInfinityBits = 0x7F800000;
-// Named barriers beside those of the forward.  When dQ is summed in a fixed order, of a warpgroup (+
-// warpgroup) and the warp that keeps its turns:
-constexpr int kMayAddBarrier =
-    8;  // the warpgroup may write sums of a step, if threads add them, to the workspace
-constexpr int kSumsBarrier = 10;  // it has done so
+// Named barriers beside those of the forward.  When another warp adds or stores
+// dQ, of that warp and a warpgroup (+ warpgroup):
+constexpr int kMayAddBarrier = 8;  // the warpgroup may write dQ of a step to shared memory, or add it
+constexpr int kSumsBarrier = 10;   // it has done so
 constexpr int kKeptThreads = 160;
 
 template <class C>
@@ -275,9 +278,11 @@ __device__ inline void produce_tiles(const Backward& f, const BackwardShared<C>&
     if (lane == 0) {
       const BackwardWorkspace<C> workspace(p);
       const int64_t start = workspace.start(p, block.batch, head, block.q_first) + row / 16;
-      static_cast<Step&>(shared.step(step)) = {
-          workspace.sums + start * workspace.kColumnBlocks * workspace.kBlock, row, last,
-          row < block.whole.first || row + C::kRows > block.whole.last};
+      void* dq = workspace.sums + start * workspace.kColumnBlocks * workspace.kBlock;
+      if (C::kBulkSums && f.queries == Queries::stored)
+        dq = static_cast<uint16_t*>(p.dq.data) + block.batch * p.dq.batch + head * p.dq.head + row * p.dq.row;
+      static_cast<Step&>(shared.step(step)) = {dq, row, last,
+                                               row < block.whole.first || row + C::kRows > block.whole.last};
       if constexpr (C::kGeneral) {
         const PerHead& alibi = p.score.alibi;
         shared.step(step).slope =
@@ -479,8 +484,8 @@ __device__ inline void wait_for_readers(const BackwardShared<C>& shared, int lan
   ptx::mbarrier_wait(shared.keys_read(), 0);
 }
 
-// Where a warp adds 16 rows of dQ to the sums.  When their order must not vary, only after keep_turns says
-// so, and keep_turns has the copy engine add what lies in shared memory.
+// Where a warp adds 16 rows of dQ to the sums.  With another warp beside it (keep_turns, store_queries) only
+// after that says so; and what lies in shared memory is left to it.
 template <class C>
 struct QuerySums {
   using Shared = BackwardShared<C>;
@@ -488,7 +493,7 @@ struct QuerySums {
   static constexpr int kBlocks = Shared::kQueryColumns / 8;
 
   const Shared& shared;
-  bool deterministic;
+  bool with_another;
   int warpgroup, warp, lane;  // warp of the warpgroup
 
   // Columns of part `part`, the first of a step if `first`, and the last one if `last`.
@@ -496,18 +501,18 @@ struct QuerySums {
                       bool last = true) const {
     const Step& step = shared.step(number);
     if (!C::kBulkSums) {
-      if (deterministic && first) ptx::bar_sync(kMayAddBarrier + warpgroup, kKeptThreads);
+      if (with_another && first) ptx::bar_sync(kMayAddBarrier + warpgroup, kKeptThreads);
       float* sums = sums_of(step, warp, part);
       if (counts(step, warp))
 #pragma unroll
         for (int j = 0; j < kBlocks; ++j)
           ptx::red_add_warp(sums + j * Workspace::kBlock, lane,
                             {dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]});
-      if (deterministic && last) ptx::bar_arrive(kSumsBarrier + warpgroup, kKeptThreads);
+      if (with_another && last) ptx::bar_arrive(kSumsBarrier + warpgroup, kKeptThreads);
       return;
     }
     const uint32_t place = shared.sums(warpgroup * 4 + warp);
-    if (deterministic)
+    if (with_another)
       ptx::bar_sync(kMayAddBarrier + warpgroup, kKeptThreads);
     else if (lane == 0)
       ptx::cp_async_bulk_wait_group_read();
@@ -518,7 +523,7 @@ struct QuerySums {
                            {dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]});
     ptx::fence_proxy_async();
     __syncwarp();
-    if (deterministic)
+    if (with_another)
       ptx::bar_arrive(kSumsBarrier + warpgroup, kKeptThreads);
     else if (lane == 0)
       start_adding(step, warp, part);
@@ -541,7 +546,8 @@ struct QuerySums {
   __device__ int row_block(int warp_) const { return (Shared::kSplitRows ? warpgroup * 4 : 0) + warp_; }
   __device__ bool counts(const Step& step, int warp_) const { return row_block(warp_) * 16 < step.rows_left; }
   __device__ float* sums_of(const Step& step, int warp_, int part) const {
-    return step.sums + (row_block(warp_) * Workspace::kColumnBlocks + part * kBlocks) * Workspace::kBlock;
+    return static_cast<float*>(step.dq) +
+           (row_block(warp_) * Workspace::kColumnBlocks + part * kBlocks) * Workspace::kBlock;
   }
 };
 
@@ -598,6 +604,44 @@ __device__ inline void keep_turns(const Backward& f, const BackwardShared<C>& sh
     if (row >= block.rows.last) row = block.first_row, ++head;
   }
   pass_on(turn);
+}
+
+// What a warp does for each warpgroup when no other block adds to dQ: it stores what the warpgroup computed,
+// rounded.  A lane takes 8 columns of two rows that lie 8 apart.
+template <class C>
+__device__ inline void store_queries(const Backward& f, const BackwardShared<C>& shared, int warpgroup,
+                                     int lane) {
+  using Shared = BackwardShared<C>;
+  constexpr int kBlocks = Shared::kQueryColumns / 8;
+  const float scale = static_cast<float>(f.p.score.scale);
+  const int first_row = Shared::kSplitRows ? warpgroup * 64 : 0,
+            first_column = Shared::kSplitRows ? 0 : warpgroup * Shared::kQueryColumns;
+#pragma unroll 1
+  for (int number = 0; number < shared.block().steps; ++number) {
+    ptx::bar_arrive(kMayAddBarrier + warpgroup, kKeptThreads);
+    ptx::bar_sync(kSumsBarrier + warpgroup, kKeptThreads);
+    const Step& step = shared.step(number);
+#pragma unroll 1
+    for (int unit = lane; unit < 4 * kBlocks * 8; unit += 32) {
+      const int warp = unit / (kBlocks * 8), block = unit / 8 % kBlocks, top = unit % 8;
+      const uint32_t from = shared.sums(warpgroup * 4 + warp) + block * 512 + top * 64;
+      uint32_t rows[2][4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float4 x = ptx::ld_shared_f32x4(from + i * 16);
+        rows[0][i] = ptx::cvt_pack<C::kDType>(x.x * scale, x.y * scale);
+        rows[1][i] = ptx::cvt_pack<C::kDType>(x.z * scale, x.w * scale);
+      }
+      const int row = first_row + warp * 16 + top, column = first_column + block * 8;
+      uint16_t* to = static_cast<uint16_t*>(step.dq) + row * f.p.dq.row + column;
+      if (column >= f.p.head_dim) continue;
+      if (row < step.rows_left)
+        *reinterpret_cast<uint4*>(to) = {rows[0][0], rows[0][1], rows[0][2], rows[0][3]};
+      if (row + 8 < step.rows_left)
+        *reinterpret_cast<uint4*>(to + 8 * f.p.dq.row) = {rows[1][0], rows[1][1], rows[1][2], rows[1][3]};
+    }
+    __syncwarp();
+  }
 }
 
 // Rows of dK or dV that a warpgroup has, rounded, through shared memory to global memory.

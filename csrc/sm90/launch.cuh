@@ -191,16 +191,28 @@ KeyOrder key_order(const BackwardParams& p) {
   return order;
 }
 
+// Does a block see all keys of its head, and dQ of every query?
+template <class C>
+bool stores_queries(const BackwardParams& p) {
+  const bool even = !p.seqlen_q.cu && !p.seqlen_q.used && !p.seqlen_k.cu && !p.seqlen_k.used;
+  if (!C::kBulkSums || !even || p.seqlen_k.rows > C::kKeys) return false;
+  const VisibleKeys visible{p.seqlen_q.rows, p.seqlen_k.rows, p.score.window_left, p.score.window_right};
+  const RowRange rows = visible.rows(0, C::kKeys);
+  return rows.first == 0 && rows.last == p.seqlen_q.rows;
+}
+
 template <class C>
 int launch_backward(const BackwardParams& p, void* stream) {
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
-  return launch_backward_rows<C, StatisticsInQuads>(p, cuda_stream, [&]() -> int {
+  const bool stores = stores_queries<C>(p);
+  const auto main = [&]() -> int {
     const int64_t blocks = (p.seqlen_k.rows + C::kKeys - 1) / C::kKeys * p.heads_k * p.batch;
     if (blocks == 0) return cudaSuccess;
     if (blocks > INT_MAX) return cudaErrorInvalidValue;
     Backward f{};
     f.p = p;
     f.order = key_order<C>(p);
+    f.queries = stores ? Queries::stored : p.deterministic ? Queries::added_in_turn : Queries::added;
     const Logits of_score = logits(p.score);
     f.cap_factor = 2 * kLog2E * of_score.cap_slope;
     f.largest_tanh = p.score.softcap > 0;
@@ -225,7 +237,8 @@ int launch_backward(const BackwardParams& p, void* stream) {
     if (error) return error;
     return launch_kernel(backward_kernel<C>, blocks, BackwardShared<C>::kThreads, BackwardShared<C>::kBytes,
                          f, cuda_stream);
-  });
+  };
+  return launch_backward_rows<C, StatisticsInQuads>(p, cuda_stream, main, !stores);
 }
 
 }  // namespace flashattn::sm90

@@ -45,6 +45,13 @@ struct BackwardWorkspace {
   }
 };
 
+template <class C>
+Workspace backward_workspace(const BackwardParams& p) {
+  Workspace workspace{};
+  workspace.shared_bytes = BackwardWorkspace<C>(p).bytes;
+  return workspace;
+}
+
 constexpr int kSmallThreads = 256;  // of the kernels before and after
 
 // Where the index-th block of 16 rows lies: no memory holds the sums of 2^32.

@@ -40,12 +40,7 @@ constexpr int64_t backward_shared_bytes() {
   return BackwardTiles<C>::kBytes;
 }
 
-template <class C>
-Workspace backward_workspace(const BackwardParams& p) {
-  Workspace workspace{};
-  workspace.shared_bytes = BackwardWorkspace<C>(p).bytes;
-  return workspace;
-}
+using flashattn::backward_workspace;
 
 template <class C>
 int launch_backward(const BackwardParams& p, void* stream) {

@@ -33,14 +33,6 @@ __device__ inline void differentiate_keys(const Backward& f, const BackwardShare
 
   const auto take_turn = [&] { ptx::bar_sync(kTurnBarrier + warpgroup, 256); };
   const auto pass_turn = [&] { ptx::bar_arrive(kTurnBarrier + (warpgroup ^ 1), 256); };
-  const auto arrive = [&](uint32_t barrier) {
-    if (lane == 0) ptx::mbarrier_arrive(barrier);
-  };
-  const auto multiply_scores = [&](int step) {  // S^T = K Q^T
-    const auto q = ring_at<C::kQueryStages>(step);
-    ptx::mbarrier_wait(shared.q_full(q.stage), q.parity);
-    multiply_rows<C, C::kHeadDim>(s, shared.k(), warpgroup * 64, shared.q(q.stage), [](int) {});
-  };
   const auto multiply_dp = [&](int step) {  // dP^T = V dO^T, and the turn goes on before it ends
     const auto dout = ring_at<C::kDOutStages>(step);
     ptx::mbarrier_wait(shared.dout_full(dout.stage), dout.parity);
@@ -77,20 +69,20 @@ __device__ inline void differentiate_keys(const Backward& f, const BackwardShare
     ptx::wgmma_wait_group<2>();
     ptx::written_by_wgmma(dq);
     if (step > 0) {
-      arrive(shared.ds_empty(ring_at<Shared::kScoreStages>(step - 1).stage));
+      arrive_once(shared.ds_empty(ring_at<Shared::kScoreStages>(step - 1).stage), lane);
       sums.add(dq, step - 1, part);
     }
     if constexpr (kIsLast) {
       if (warpgroup == 0) pass_turn();
       ptx::wgmma_wait_group<0>();
     } else {
-      multiply_scores(step + 1);
+      multiply_scores<C>(s, shared, warpgroup * 64, step + 1);
       ptx::wgmma_wait_group<1>();
     }
     ptx::written_by_wgmma(dv);
     ptx::written_by_wgmma(dk);
-    arrive(shared.dout_empty(dout.stage));
-    arrive(shared.q_empty(q.stage));
+    arrive_once(shared.dout_empty(dout.stage), lane);
+    arrive_once(shared.q_empty(q.stage), lane);
     if constexpr (!kIsLast) {
       multiply_dp(step + 1);
       ptx::wgmma_wait_group<1>();
@@ -104,7 +96,7 @@ __device__ inline void differentiate_keys(const Backward& f, const BackwardShare
   if (steps > 0) {
     if (warpgroup == 1) take_turn();
     ptx::mbarrier_wait(shared.k_full(), 0);
-    multiply_scores(0);
+    multiply_scores<C>(s, shared, warpgroup * 64, 0);
     ptx::mbarrier_wait(shared.v_full(), 0);
     multiply_dp(0);
     ptx::wgmma_wait_group<1>();
@@ -140,17 +132,9 @@ __device__ inline void differentiate_values(const Backward& f, const BackwardSha
   uint32_t p_operand[C::kRows / 16][4];
   clear(dv);
 
-  const auto arrive = [&](uint32_t barrier) {
-    if (lane == 0) ptx::mbarrier_arrive(barrier);
-  };
-  const auto multiply_scores = [&](int step) {
-    const auto q = ring_at<C::kQueryStages>(step);
-    ptx::mbarrier_wait(shared.q_full(q.stage), q.parity);
-    multiply_rows<C, C::kHeadDim>(s, shared.k(), 0, shared.q(q.stage), [](int) {});
-  };
   const auto weigh_scores = [&](int step) {
     weigh<C>(p_operand, s, f, shared, step, warp * 16 + lane / 4, scale, lane);
-    arrive(shared.q_empty(ring_at<C::kQueryStages>(step).stage));
+    arrive_once(shared.q_empty(ring_at<C::kQueryStages>(step).stage), lane);
     if (!C::kGeneral) round_operand<C>(p_operand, s);
   };
   // dQ of a step in parts, two in flight, and behind the last one scores, if any come after those of the next
@@ -165,14 +149,14 @@ __device__ inline void differentiate_values(const Backward& f, const BackwardSha
       if (part + 1 < kParts)
         multiply_dq<C>(dq[(part + 1) % 2], shared, step, 0, shared.k_columns(part + 1));
       else if (kMore)
-        multiply_scores(step + 2);
+        multiply_scores<C>(s, shared, 0, step + 2);
       if (part + 1 < kParts || kMore)
         ptx::wgmma_wait_group<1>();
       else
         ptx::wgmma_wait_group<0>();
       ptx::written_by_wgmma(dq[part % 2]);
       if (step < 0) continue;
-      if (part + 1 == kParts) arrive(shared.ds_empty(place.stage));
+      if (part + 1 == kParts) arrive_once(shared.ds_empty(place.stage), lane);
       sums.add(dq[part % 2], step, part, part == 0, part + 1 == kParts);
     }
   };
@@ -184,7 +168,7 @@ __device__ inline void differentiate_values(const Backward& f, const BackwardSha
     add_product<C>(dv, p_operand, shared.dout(dout.stage));
     multiply_queries(step - 1, std::bool_constant<!kIsLast>{});
     ptx::written_by_wgmma(dv);
-    arrive(shared.dout_empty(dout.stage));
+    arrive_once(shared.dout_empty(dout.stage), lane);
     if constexpr (!kIsLast) {
       ptx::wgmma_wait_group<0>();
       ptx::written_by_wgmma(s);
@@ -194,7 +178,7 @@ __device__ inline void differentiate_values(const Backward& f, const BackwardSha
 
   if (steps > 0) {
     ptx::mbarrier_wait(shared.k_full(), 0);
-    multiply_scores(0);
+    multiply_scores<C>(s, shared, 0, 0);
     ptx::wgmma_wait_group<0>();
     ptx::written_by_wgmma(s);
     weigh_scores(0);
@@ -220,14 +204,6 @@ __device__ inline void differentiate_products(const Backward& f, const BackwardS
   uint32_t ds_operand[C::kRows / 16][4];
   clear(dk);
 
-  const auto arrive = [&](uint32_t barrier) {
-    if (lane == 0) ptx::mbarrier_arrive(barrier);
-  };
-  const auto multiply_scores = [&](int step) {
-    const auto q = ring_at<C::kQueryStages>(step);
-    ptx::mbarrier_wait(shared.q_full(q.stage), q.parity);
-    multiply_rows<C, C::kHeadDim>(s, shared.k(), 0, shared.q(q.stage), [](int) {});
-  };
   const auto multiply_dp = [&](int step) {  // and P under it
     const auto dout = ring_at<C::kDOutStages>(step);
     ptx::mbarrier_wait(shared.dout_full(dout.stage), dout.parity);
@@ -239,7 +215,7 @@ __device__ inline void differentiate_products(const Backward& f, const BackwardS
     hold_waits(s[kScores - 1]);
     ptx::wgmma_wait_group<0>();
     ptx::written_by_wgmma(dp);
-    arrive(shared.dout_empty(dout.stage));
+    arrive_once(shared.dout_empty(dout.stage), lane);
   };
   const auto iterate = [&](int step, auto last_step) {
     constexpr bool kIsLast = decltype(last_step)::value;
@@ -251,17 +227,17 @@ __device__ inline void differentiate_products(const Backward& f, const BackwardS
     if constexpr (kIsLast) {
       ptx::wgmma_wait_group<0>();
     } else {
-      multiply_scores(step + 1);
+      multiply_scores<C>(s, shared, 0, step + 1);
       ptx::wgmma_wait_group<1>();
     }
     ptx::written_by_wgmma(dk);
-    arrive(shared.q_empty(q.stage));
+    arrive_once(shared.q_empty(q.stage), lane);
     if constexpr (!kIsLast) multiply_dp(step + 1);
   };
 
   if (steps > 0) {
     ptx::mbarrier_wait(shared.k_full(), 0);
-    multiply_scores(0);
+    multiply_scores<C>(s, shared, 0, 0);
     ptx::mbarrier_wait(shared.v_full(), 0);
     multiply_dp(0);
 #pragma unroll 1

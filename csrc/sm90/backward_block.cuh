@@ -201,6 +201,11 @@ __device__ inline Ring<stages> ring_at(int step) {
   return {step % stages, static_cast<uint32_t>(step / stages) & 1};
 }
 
+// Of a warp.
+__device__ inline void arrive_once(uint32_t barrier, int lane) {
+  if (lane == 0) ptx::mbarrier_arrive(barrier);
+}
+
 // Rows of a tile outside [first, last) become zeros.  A warp does it, and wgmma sees them when the warp has
 // arrived at a barrier afterwards.
 template <int rows, class T>
@@ -230,9 +235,7 @@ __device__ inline void produce_tiles(const Backward& f, const BackwardShared<C>&
     ptx::mbarrier_wait(shared.landed(), landed);
     landed ^= 1;
   };
-  const auto fill = [&](uint32_t full) {
-    if (lane == 0) ptx::mbarrier_arrive(full);
-  };
+  const auto fill = [&](uint32_t full) { arrive_once(full, lane); };
 
   const int key_batch = p.seqlen_k.cu ? 0 : block.batch, row_batch = p.seqlen_q.cu ? 0 : block.batch;
   const int first_key = block.visible.first(0) - block.key,
@@ -437,7 +440,7 @@ __device__ inline void store_ds(const uint32_t (&ds)[n][4], const BackwardShared
         ds[k][1], ds[k][2], ds[k][3]);
   ptx::fence_proxy_async();
   __syncwarp();
-  if (lane == 0) ptx::mbarrier_arrive(shared.ds_full(place.stage));
+  arrive_once(shared.ds_full(place.stage), lane);
 }
 
 // d (64 x n) = a b^T over `depth` columns of tiles with rows of k, asynchronously; before(k) comes before
@@ -452,6 +455,14 @@ __device__ inline void multiply_rows(float (&d)[n], const A& a, int row, const B
     Wgmma<C::kDType, 2 * n>::ss(d, a_rows + A::k_step(k), b_rows + B::k_step(k), k > 0);
   }
   ptx::wgmma_commit_group();
+}
+
+// Scores S^T = K Q^T of 64 keys from `key` on with the queries of a step, asynchronously.
+template <class C, int n>
+__device__ inline void multiply_scores(float (&s)[n], const BackwardShared<C>& shared, int key, int step) {
+  const auto q = ring_at<C::kQueryStages>(step);
+  ptx::mbarrier_wait(shared.q_full(q.stage), q.parity);
+  multiply_rows<C, C::kHeadDim>(s, shared.k(), key, shared.q(q.stage), [](int) {});
 }
 
 // d (64 x n) += a b, a in registers and b a tile with rows of k, asynchronously.
@@ -480,7 +491,7 @@ __device__ inline void multiply_dq(float (&dq)[n], const BackwardShared<C>& shar
 // Until all warps are done with K and V.
 template <class C>
 __device__ inline void wait_for_readers(const BackwardShared<C>& shared, int lane) {
-  if (lane == 0) ptx::mbarrier_arrive(shared.keys_read());
+  arrive_once(shared.keys_read(), lane);
   ptx::mbarrier_wait(shared.keys_read(), 0);
 }
 

@@ -161,12 +161,7 @@ constexpr int64_t backward_shared_bytes() {
   return BackwardShared<C>::kBytes;
 }
 
-template <class C>
-Workspace backward_workspace(const BackwardParams& p) {
-  Workspace workspace{};
-  workspace.shared_bytes = BackwardWorkspace<C>(p).bytes;
-  return workspace;
-}
+using flashattn::backward_workspace;
 
 // Heads of a section share the L2 cache: of each query Q, dO and the sums of dQ.  A causal launch of few
 // blocks has one section, so that its last blocks are the shortest of all.

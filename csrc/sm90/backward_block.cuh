@@ -94,6 +94,7 @@ struct BackwardShared {
   // Warps that write dS, and that add dQ.
   static constexpr int kScoreWarps = kSplitKeys ? kWarps : 4, kSumWarps = kScoreWarps,
                        kSumWarpgroups = kSumWarps / 4;
+  static_assert(kSplitKeys || !C::kBulkSums, "a warp that adds for a warpgroup takes one part of dQ a step");
   static constexpr int kSumBytes = C::kBulkSums ? kQueryColumns / 8 * 512 : 0;  // of a warp
   // The second half of K's columns begins within a slab: it is there once more, in a slab of its own.
   static constexpr bool kShiftedSlab = kSplitKeys && !kSplitRows && kQueryColumns % 64 != 0;

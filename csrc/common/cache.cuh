@@ -1,11 +1,15 @@
 // Where the rows of a KV cache lie, paged or not.
 #pragma once
 
-#include <type_traits>
-
+#include "common/divisor.h"
 #include "common/seqlen.h"
 
 namespace flashattn {
+
+// Where a key lies: row of a page, or of the sequence.
+struct CachePlace {
+  int64_t page, row;
+};
 
 // Rows of K or V of one sequence and KV head.  Whatever the index and page tensors hold, no row lies outside
 // the cache.
@@ -28,13 +32,24 @@ struct CacheRows {
         (p.cache.batch_index ? clamp(p.cache.batch_index[batch], 0, p.cache.entries - 1) : batch) * x.batch;
   }
 
-  // Of a key of the sequence; I is the type in which it is divided.
-  template <class I>
-  __device__ E* at(I key) const {
-    if (!pages) return base + key * stride;
-    using Index = std::make_unsigned_t<I>;
-    const auto index = static_cast<Index>(key), size = static_cast<Index>(page_size), page = index / size;
-    return base + clamp(pages[page], 0, page_count - 1) * page_stride + (index - page * size) * stride;
+  __device__ E* at(const CachePlace& place) const {
+    return base + place.page * page_stride + place.row * stride;
+  }
+
+  // Of a key of the sequence.
+  __device__ CachePlace find(int64_t key) const {
+    return pages ? in_page(key / page_size, key % page_size) : CachePlace{0, key};
+  }
+  __device__ CachePlace find(int key, const Divisor& size) const {
+    if (!pages) return {0, key};
+    const auto page = static_cast<int>(size.divide(key));
+    return in_page(page, key - page * static_cast<int>(size.value));
+  }
+  __device__ E* at(int64_t key) const { return at(find(key)); }
+
+ private:
+  __device__ CachePlace in_page(int64_t page, int64_t row) const {
+    return {clamp(pages[page], 0, page_count - 1), row};
   }
 };
 

@@ -25,7 +25,8 @@ struct alignas(16) Merge {
 
 // A decode as its kernels get it.
 struct Decode : DecodeParams {
-  Divisor group;                      // query heads of a KV head
+  Divisor group;  // query heads of a KV head
+  Divisor page_size;
   Divisor shares;                     // at most, if p.splits is 0
   int window_left;                    // that of the score, in 32 bits
   int most_tiles;                     // of a sequence

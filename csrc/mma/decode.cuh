@@ -259,23 +259,25 @@ __device__ inline void gather_tile(const T& tile, int64_t columns, int thread, W
   }
 }
 
-// The keys from `key` on, of [first, last), to a tile; the others become zeros.
+// The keys from `key` on, of [first, last), to a tile; the others become zeros.  `lowest` is one that counts,
+// if there is one, and lies at `place`.
 template <class C, class T>
-__device__ inline void load_keys(const T& tile, const CacheRows<const uint16_t>& cache, int64_t columns,
-                                 bool chunks, int key, int first, int last) {
+__device__ inline void load_keys(const T& tile, const CacheRows<const uint16_t>& cache, const Decode& p,
+                                 int64_t columns, bool chunks, int key, int first, int last, int lowest,
+                                 const CachePlace& place) {
   constexpr int kThreads = DecodeTiles<C>::kGroupThreads;
   const int thread = threadIdx.x % kThreads;
   const auto counts = [&](int row) {
     return static_cast<unsigned>(key + row - first) < static_cast<unsigned>(last - first);
   };
-  const bool one_page = !cache.pages || static_cast<int>(cache.page_size) % T::kRows == 0;
-  if (chunks && one_page) {
-    const int lowest = max(key, first);  // a key that counts, if there is one
-    const uint16_t* from = lowest < last ? cache.at(lowest) - (lowest - key) * cache.stride : nullptr;
+  if (chunks && (!cache.pages || p.page_size.value % T::kRows == 0)) {  // all are in one page
+    const uint16_t* from = cache.at(place) - (lowest - key) * cache.stride;
     load_tile<C, T, kThreads>(tile, columns, thread,
                               [&](int row) { return counts(row) ? from + row * cache.stride : nullptr; });
   } else {
-    const auto where = [&](int row) { return counts(row) ? cache.at(key + row) : nullptr; };
+    const auto where = [&](int row) {
+      return counts(row) ? cache.at(cache.find(key + row, p.page_size)) : nullptr;
+    };
     if (chunks)
       load_tile<C, T, kThreads>(tile, columns, thread, where);
     else
@@ -423,16 +425,19 @@ __device__ inline void attend(const Decode& p, const Part& part) {
   // Tile 2 i is K of step i and tile 2 i + 1 its V.  One is read while the kStages - 1 behind it are in
   // flight, a group of copies each; the one that is waited for is the oldest.
   constexpr int kAhead = C::kStages - 1;
+  CachePlace place{0, 0};  // the same of K and V
   const auto load_ahead = [&](int tile, auto is_k) {
     constexpr bool kAheadIsK = decltype(is_k)::value == (kAhead % 2 == 0);
     const int ahead = tile + kAhead;
     if (ahead >= 0 && ahead < 2 * steps) {
-      const int key = begin + ahead / 2 * kStepKeys;
+      const int key = begin + ahead / 2 * kStepKeys, lowest = min(max(key, scores.first), scores.last - 1);
       const uint32_t to = tiles.keys(key_warp, ahead);
+      if (kAheadIsK) place = k_rows.find(lowest, p.page_size);
       if constexpr (kAheadIsK)
-        load_keys<C>(K{to}, k_rows, p.head_dim, p.chunks_k, key, scores.first, scores.last);
+        load_keys<C>(K{to}, k_rows, p, p.head_dim, p.chunks_k, key, scores.first, scores.last, lowest, place);
       else
-        load_keys<C>(V{to}, v_rows, p.head_dim_v, p.chunks_v, key, scores.first, scores.last);
+        load_keys<C>(V{to}, v_rows, p, p.head_dim_v, p.chunks_v, key, scores.first, scores.last, lowest,
+                     place);
     }
     commit_copies<C>();
   };

@@ -77,6 +77,7 @@ Decode divided(const DecodeParams& p) {
   const int64_t tiles = (p.seqlen_q.rows * group + kRows - 1) / kRows * p.heads_k,
                 units = std::max<int64_t>(1, (p.seqlen_k.rows + kUnitKeys - 1) / kUnitKeys);
   d.group = Divisor(static_cast<unsigned>(group));
+  d.page_size = Divisor(static_cast<unsigned>(clamp(p.cache.page_size, 1, INT_MAX)));
   d.window_left = static_cast<int>(std::min<int64_t>(p.score.window_left, 1 << 30));
   d.most_tiles = static_cast<int>(std::min<int64_t>(tiles, INT_MAX));
   d.chunks_q = in_chunks(d.q, p.head_dim), d.chunks_k = in_chunks(p.k, p.head_dim);

@@ -207,6 +207,10 @@ class MmaDecode(TensorCores):
         return self.key_warps * self.warp_keys
 
     @property
+    def warps(self) -> int:
+        return self.row_warps * self.key_warps
+
+    @property
     def name(self) -> str:
         return self.name_with("")
 
@@ -481,16 +485,12 @@ _SM75_TILES = (  # 64 KB of shared memory, no asynchronous copies
 # head dims, row blocks, row warps, key warps, keys of a warp, stages, min_blocks.
 _SM80_DECODE = (
     (64, 64, 1, 1, 4, 32, 6, 2),
-    (64, 64, 2, 1, 4, 32, 5, 2),
     (64, 64, 4, 2, 2, 32, 4, 2),
     (128, 128, 1, 1, 4, 16, 6, 2),
     (128, 128, 2, 1, 4, 16, 5, 2),
     (128, 128, 4, 2, 2, 16, 5, 2),
     (192, 128, 2, 1, 4, 16, 3, 2),
-    (192, 128, 4, 2, 2, 16, 4, 2),
     (256, 256, 1, 1, 4, 16, 3, 2),
-    (256, 256, 1, 1, 2, 16, 5, 2),
-    (256, 256, 2, 1, 4, 16, 2, 2),
     (256, 256, 2, 4, 1, 16, 4, 2),
 )
 _SM75_DECODE = (

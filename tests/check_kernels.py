@@ -101,7 +101,7 @@ def least_instructions(row) -> dict[str, int]:
         return {"HGMMA": depth // 16, "UTMALDG": 1}
     if not hasattr(row, "warps"):
         return {}
-    of_q, of_v = {"forward": (1, 1), "backward": (3, 2)}[row.op]
+    of_q, of_v = {"forward": (1, 1), "backward": (3, 2), "decode": (1, 1)}[row.op]
     products = row.rows * row.keys * (of_q * row.head_dim + of_v * row.head_dim_v)
     if row.module == "sm75":
         return {"HMMA": products // (16 * 8 * 8 * row.warps), "LDSM": 1}

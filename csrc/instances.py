@@ -328,6 +328,10 @@ struct Wgmma<DType::{dtype}, {n}> {{
 """
 
 
+# What the other kernels of a family launch too (csrc/any/launches.cuh); the units of these hold it.
+_LEFT_TO_SIMT = {"backward": ("sink_gradient", "bias_gradient"), "decode": ("append",)}
+
+
 @dataclass(frozen=True)
 class Simt(Cuda):
     """A kernel of ordinary instructions, which serves every head dim, option and layout."""
@@ -342,10 +346,10 @@ class Simt(Cuda):
 
     def unit(self) -> str:
         element = ELEMENTS[self.dtype]
-        shared = "".join(
-            f"template int launch_{what}_gradient<{element}>(const BackwardParams&, cudaStream_t);\n"
-            for what in ("sink", "bias")) if self.op == "backward" else ""
-        row = instance(self, f"sizeof(any::SharedTiles<any::Sum<{element}>>)", "workspace", "launch")
+        shared = "".join(f"template int launch_{what}<{element}>(const {params(self.op)}&, cudaStream_t);\n"
+                         for what in _LEFT_TO_SIMT.get(self.op, ()))
+        row = instance(self, f"sizeof(any::SharedTiles<any::Sum<{element}>>)",
+                       f"any::simt_workspace<{element}>", "launch")
         return f"""// Generated from csrc/instances.py.
 #include "any/launch.cuh"
 #include "instance.h"
@@ -355,7 +359,6 @@ namespace flashattn::any {{
 
 namespace flashattn {{
 namespace {{
-Workspace workspace(const {params(self.op)}&) {{ return {{}}; }}
 int launch(const {params(self.op)}& p, void* stream) {{
   return any::launch_simt_{self.op}<{element}>(p, static_cast<cudaStream_t>(stream));
 }}
@@ -531,7 +534,6 @@ _SM90_BACKWARD = (
 )
 _MMA = {"sm80": (_SM80_TILES, _SM80_DECODE, ("bfloat16", "float16")),
         "sm75": (_SM75_TILES, _SM75_DECODE, ("float16",))}
-_SIMT_OPS = ("forward", "backward")
 
 
 def _hopper() -> list:
@@ -545,7 +547,7 @@ def _cuda(family: str) -> list:
     tiles, decode_tiles, dtypes = _MMA[family]
     mma = [Mma(op, family, dtype, *tile) for op, *tile in tiles for dtype in dtypes]
     mma += [MmaDecode("decode", family, dtype, *tile) for tile in decode_tiles for dtype in dtypes]
-    return mma + [Simt(op, family, dtype) for op in _SIMT_OPS for dtype in DTYPES]
+    return mma + [Simt(op, family, dtype) for op in OPS for dtype in DTYPES]
 
 
 ROWS = (*_hopper(), *_cuda("sm80"), *_cuda("sm75"),

@@ -483,7 +483,8 @@ void check_rotary(DecodeParams& p, const Tensor& q, const std::vector<int64_t>& 
   const Tensor &cos = *o.rotary_cos, &sin = *o.rotary_sin;
   check_parameter("rotary_cos", cos, q);
   check_parameter("rotary_sin", sin, q);
-  TORCH_CHECK_VALUE(cos.dim() == 2 && cos.size(1) >= 1 && 2 * cos.size(1) <= p.head_dim && cos.stride(1) == 1,
+  TORCH_CHECK_VALUE(cos.dim() == 2 && cos.size(0) >= 1 && cos.size(1) >= 1 && 2 * cos.size(1) <= p.head_dim &&
+                        cos.stride(1) == 1,
                     "rotary_cos has shape ", cos.sizes(), " and strides ", cos.strides(),
                     ": expected (positions, R / 2)", " with R at most the head dim, ", p.head_dim,
                     ", and a contiguous last dimension");
@@ -492,8 +493,9 @@ void check_rotary(DecodeParams& p, const Tensor& q, const std::vector<int64_t>& 
       "rotary_sin has shape ", sin.sizes(), ", strides ", sin.strides(), " and dtype ", sin.scalar_type(),
       ": expected those of rotary_cos, ", cos.sizes(), " and ", cos.scalar_type());
   const bool every_query = o.score.causal || o.score.window_left >= 0 || o.score.window_right >= 0;
-  p.rotary = {cos.const_data_ptr(), sin.const_data_ptr(), to_dtype(cos.scalar_type()), cos.stride(0),
-              sin.stride(0),        2 * cos.size(1),      o.rotary_interleaved,        every_query};
+  p.rotary = {cos.const_data_ptr(), sin.const_data_ptr(), to_dtype(cos.scalar_type()),
+              cos.stride(0),        sin.stride(0),        2 * cos.size(1),
+              o.rotary_interleaved, every_query,          cos.size(0)};
   for (size_t b = 0; b < keys.size(); ++b) {
     const int64_t positions = keys[b] + (!every_query && !p.k_new.data);
     TORCH_CHECK_VALUE(cos.size(0) >= positions, "rotary_cos has ", cos.size(0),

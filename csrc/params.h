@@ -114,6 +114,7 @@ struct Rotary {
   int64_t cos_row, sin_row, dim;
   bool interleaved;  // pairs (2c, 2c + 1) instead of (c, c + dim / 2)
   bool every_query;  // each query at its own position, otherwise all at the first new one
+  int64_t positions;
 };
 
 // A GPU; all zero on the CPU.

@@ -4,7 +4,7 @@
 
 #include <type_traits>
 
-#include "any/gradients.cuh"
+#include "any/launches.cuh"
 #include "common/launch.cuh"
 #include "common/score.cuh"
 #include "common/tile.cuh"

@@ -2,10 +2,12 @@
 // q's elements.  Every function returns a cudaError_t.
 #pragma once
 
+#include "any/append.cuh"
 #include "any/bias_gradient.cuh"
 #include "any/delta.cuh"
-#include "any/gradients.cuh"
+#include "any/launches.cuh"
 #include "any/simt_backward.cuh"
+#include "any/simt_decode.cuh"
 #include "any/simt_forward.cuh"
 #include "common/launch.cuh"
 
@@ -36,6 +38,40 @@ int launch_bias_gradient(const BackwardParams& p, cudaStream_t stream) {
 template <class E>
 int launch_simt_forward(const ForwardParams& p, cudaStream_t stream) {
   return launch_tiles<E>(simt_forward_kernel<E>, forward_blocks<E>(p), p, stream);
+}
+
+// With the number of splits.
+template <class E>
+DecodeParams with_splits(DecodeParams p) {
+  p.splits = split_count<E>(p);
+  return p;
+}
+
+template <class E>
+Workspace simt_workspace(const ForwardParams&) {
+  return {};
+}
+
+template <class E>
+Workspace simt_workspace(const DecodeParams& call) {
+  const DecodeParams p = with_splits<E>(call);
+  Workspace workspace{};
+  if (Partials<Sum<E>>::in_use(p)) workspace.shared_bytes = Partials<Sum<E>>::bytes(p);
+  return workspace;
+}
+
+template <class E>
+int launch_simt_decode(const DecodeParams& call, cudaStream_t stream) {
+  int error = launch_append<E>(call, stream);
+  DecodeParams p = with_splits<E>(call);
+  const bool merges = Partials<Sum<E>>::in_use(p);
+  if (p.rotary.cos) p.q = p.q_rotated;
+  if (merges) p.score.sink.data = nullptr;  // it counts once, in the merge
+  if (!error) error = launch_tiles<E>(simt_decode_kernel<E>, forward_blocks<E>(p) * p.splits, p, stream);
+  p.score.sink = call.score.sink;
+  if (!error && merges)
+    error = launch_kernel(simt_merge_kernel<E>, merge_blocks<E>(p), kMergeThreads, 0, p, stream);
+  return error;
 }
 
 template <class E>

@@ -59,8 +59,8 @@ struct OnlineSoftmax {
 
 // Writes the statistics of row i and returns the factor of its weighted sums.
 template <class E>
-__device__ inline Sum<E> finish_row(const View<E>& view, int64_t query, Sum<E> score_peak, Sum<E> sum,
-                                    bool writes) {
+__device__ inline Sum<E> finish_row(const View<E>& view, const Statistic& lse, int64_t query,
+                                    Sum<E> score_peak, Sum<E> sum, bool writes) {
   using T = Sum<E>;
   const ForwardParams& p = view.p;
   T peak = score_peak, rescale = 1;
@@ -72,35 +72,38 @@ __device__ inline Sum<E> finish_row(const View<E>& view, int64_t query, Sum<E> s
     sum = sum * rescale + std::exp(sink - base);
   }
   if (writes) {
-    view.statistic(p.lse, query) = sum == 0 ? -kInfinity<T> : peak + std::log(sum);
+    view.statistic(lse, query) = sum == 0 ? -kInfinity<T> : peak + std::log(sum);
     if (p.max_logit.data) view.statistic(p.max_logit, query) = score_peak;
   }
   return sum == 0 ? 0 : rescale / sum;
 }
 
+// What block `index` computes: under a causal mask, longest first.
 template <class E>
-__global__ void __launch_bounds__(kThreads, kMinBlocks<Sum<E>>)
-    simt_forward_kernel(const __grid_constant__ ForwardParams p) {
-  using T = Sum<E>;
-  if (block_index() >= forward_blocks<E>(p)) return;
-  const int64_t chunks = chunk_count<T>(p.head_dim_v), tiles = divide_up(p.seqlen_q.rows, kTile);
-  const int first_column = static_cast<int>(block_index() % chunks) * kChunk<T>;
-  const int64_t slice = block_index() / chunks;
-  const View<E> view(p, slice / p.heads_q % p.batch, slice % p.heads_q);
-  const int64_t first_query = (tiles - 1 - slice / (p.heads_q * p.batch)) * kTile;  // causal: longest first
-  if (first_query >= view.q.allotted) return;
+struct ForwardBlock {
+  int first_column;
+  int64_t slice, first_query;
+  View<E> view;
 
+  __device__ ForwardBlock(const ForwardParams& p, int64_t index)
+      : first_column(static_cast<int>(index % chunk_count<Sum<E>>(p.head_dim_v)) * kChunk<Sum<E>>),
+        slice(index / chunk_count<Sum<E>>(p.head_dim_v)),
+        first_query((divide_up(p.seqlen_q.rows, kTile) - 1 - slice / (p.heads_q * p.batch)) * kTile),
+        view(p, slice / p.heads_q % p.batch, slice % p.heads_q) {}
+};
+
+// Adds the keys of a range to the softmax and to the weighted sums of a chunk; key_tile(x, key) are the rows
+// of K or V from a key on.
+template <class E, class T, class KeyTile>
+__device__ inline void attend(const ForwardBlock<E>& tile, KeyRange range, KeyTile key_tile,
+                              OnlineSoftmax<T>& softmax, Fragment<T> (&out)[kChunkTiles<T>]) {
+  const View<E>& view = tile.view;
+  const ForwardParams& p = view.p;
   const auto& queries = shared_tiles<T>().queries;
-  load_queries(view, first_query, shared_tiles<T>().queries);
-  __syncthreads();  // the queries are complete
-  const KeyRange range = view.visible_to_tile(first_query);
-  const auto q_row = query_rows(view, p.q, first_query, view.q.length);
-
-  OnlineSoftmax<T> softmax;
-  Fragment<T> out[kChunkTiles<T>] = {}, s;
+  const auto q_row = query_rows(view, p.q, tile.first_query, view.q.length);
+  Fragment<T> s;
   for (int64_t block = range.first / kTile * kTile; block < range.last; block += kTile) {
-    dot_products(q_row, static_cast<T>(p.score.scale), key_rows(view, p.k, block, range), T{1}, p.head_dim,
-                 s);
+    dot_products(q_row, static_cast<T>(p.score.scale), key_tile(p.k, block), T{1}, p.head_dim, s);
     for_each_row(
         [&](int i, T(&row)[4]) {
           T cap_slope;
@@ -117,19 +120,44 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks<Sum<E>>)
           },
           s);
     store_weights(s);
-    add_weighted_chunk(key_rows(view, p.v, block, range), T{1}, first_column, p.head_dim_v, out);
+    add_weighted_chunk(key_tile(p.v, block), T{1}, tile.first_column, p.head_dim_v, out);
   }
+}
 
-  T factor[4];
+// Writes the statistics of a tile; factor[i] is what the weighted sums of a thread's row i lack.
+template <class E, class T>
+__device__ inline void finish_tile(const ForwardBlock<E>& tile, const Statistic& lse,
+                                   const OnlineSoftmax<T>& softmax, T (&factor)[4]) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    const int64_t query = first_query + tile_row(i);
-    const bool exists = query < view.q.allotted, writes = exists && first_column == 0 && tile_column(0) == 0;
-    factor[i] = finish_row(view, query, softmax.peak[i], row_sum(softmax.sum[i]), writes);
+    const int64_t query = tile.first_query + tile_row(i);
+    const bool writes = query < tile.view.q.allotted && tile.first_column == 0 && tile_column(0) == 0;
+    factor[i] = finish_row(tile.view, lse, query, softmax.peak[i], row_sum(softmax.sum[i]), writes);
   }
+}
+
+template <class E>
+__global__ void __launch_bounds__(kThreads, kMinBlocks<Sum<E>>)
+    simt_forward_kernel(const __grid_constant__ ForwardParams p) {
+  using T = Sum<E>;
+  if (block_index() >= forward_blocks<E>(p)) return;
+  const ForwardBlock<E> block(p, block_index());
+  const View<E>& view = block.view;
+  if (block.first_query >= view.q.allotted) return;
+
+  load_queries(view, block.first_query, shared_tiles<T>().queries);
+  __syncthreads();  // the queries are complete
+  const KeyRange range = view.visible_to_tile(block.first_query);
+  OnlineSoftmax<T> softmax;
+  Fragment<T> out[kChunkTiles<T>] = {};
+  attend(
+      block, range, [&](const Tensor4& x, int64_t key) { return key_rows(view, x, key, range); }, softmax,
+      out);
+  T factor[4];
+  finish_tile(block, p.lse, softmax, factor);
   store_chunk(
-      query_rows(view, p.out, first_query, view.q.allotted), [&](int i) { return factor[i]; }, first_column,
-      p.head_dim_v, out);
+      query_rows(view, p.out, block.first_query, view.q.allotted), [&](int i) { return factor[i]; },
+      block.first_column, p.head_dim_v, out);
 }
 
 }  // namespace flashattn::any

@@ -2,25 +2,15 @@
 // what happens to a score before the softmax.  Every product is acc += A^T B of panels (depth, kTile).
 #pragma once
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include <cmath>
-#include <limits>
-#include <type_traits>
 
+#include "any/elements.cuh"
+#include "common/cache.cuh"
 #include "common/dropout.h"
 #include "common/mask.h"
 #include "common/shared_memory.cuh"
 
 namespace flashattn::any {
-
-// Sums of elements E: float, or double for f64.
-template <class E>
-using Sum = std::conditional_t<std::is_same_v<E, double>, double, float>;
-
-template <class T>
-constexpr T kInfinity = std::numeric_limits<T>::infinity();
 
 // A thread owns 4 x 4 of a tile, and 16 threads share a row.
 constexpr int kTile = 64, kRowThreads = kTile / 4, kThreads = kRowThreads * kRowThreads;
@@ -91,7 +81,6 @@ __device__ inline SharedTiles<T>& shared_tiles() {
   return *reinterpret_cast<SharedTiles<T>*>(shared_memory);
 }
 
-FLASHATTN_HD int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 FLASHATTN_HD int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
 // Of the output columns; none at all are one empty chunk.
@@ -103,42 +92,6 @@ FLASHATTN_HD int64_t chunk_count(int64_t columns) {
 __device__ inline unsigned thread_index() { return threadIdx.x; }
 __device__ inline int thread_row() { return thread_index() / kRowThreads; }
 
-// ---- elements -----------------------------------------------------------------------------------
-
-__device__ inline float to_sum(float x) { return x; }
-__device__ inline double to_sum(double x) { return x; }
-__device__ inline float to_sum(__half x) { return __half2float(x); }
-__device__ inline float to_sum(__nv_bfloat16 x) { return __bfloat162float(x); }
-
-template <class E>
-__device__ inline E to_element(Sum<E> x) {
-  if constexpr (std::is_same_v<E, __half>)
-    return __float2half_rn(x);
-  else if constexpr (std::is_same_v<E, __nv_bfloat16>)
-    return __float2bfloat16_rn(x);
-  else
-    return x;
-}
-
-template <class T>
-__device__ inline T load_number(const void* data, DType dtype, int64_t index) {
-  switch (dtype) {
-    case DType::f32:
-      return static_cast<T>(static_cast<const float*>(data)[index]);
-    case DType::f64:
-      return static_cast<T>(static_cast<const double*>(data)[index]);
-    case DType::f16:
-      return static_cast<T>(to_sum(static_cast<const __half*>(data)[index]));
-    default:
-      return static_cast<T>(to_sum(static_cast<const __nv_bfloat16*>(data)[index]));
-  }
-}
-
-template <class T>
-__device__ inline T per_head(const PerHead& x, int64_t batch, int64_t head) {
-  return load_number<T>(x.data, x.dtype, batch * x.batch + head * x.head);
-}
-
 // ---- rows of the call ---------------------------------------------------------------------------
 
 // One sequence of the batch and one query head.
@@ -147,6 +100,7 @@ struct View {
   const ForwardParams& p;
   int64_t batch, head, head_k;
   Sequence q, k;
+  int64_t pad = 0;  // keys before it are invisible
 
   __device__ View(const ForwardParams& params, int64_t batch_, int64_t head_)
       : p(params),
@@ -170,7 +124,7 @@ struct View {
 
   __device__ KeyRange visible(int64_t query) const {
     if (query >= q.length) return {0, 0};
-    return visible_keys(query, q.length, k.length, p.score.window_left, p.score.window_right);
+    return visible_keys(query, q.length, k.length, p.score.window_left, p.score.window_right, pad);
   }
 
   // Keys that some query of the tile sees.
@@ -193,6 +147,23 @@ struct Rows {
   // Is every four of columns aligned and whole?
   __device__ bool in_fours(int columns) const {
     return reinterpret_cast<uintptr_t>(row_0) % alignof(Four<E>) == 0 && stride % 4 == 0 && columns % 4 == 0;
+  }
+};
+
+// The same of keys in a cache.
+template <class E>
+struct CachedRows {
+  CacheRows<E> cache;
+  int64_t first_key;  // of the tile
+  int first, last;
+
+  __device__ bool has(int row) const { return row >= first && row < last; }
+  // Of a row that it has not: where one lies that it has.
+  __device__ E* operator[](int row) const { return cache.at(first_key + clamp(row, first, last - 1)); }
+
+  __device__ bool in_fours(int columns) const {
+    return reinterpret_cast<uintptr_t>(cache.base) % alignof(Four<E>) == 0 && cache.stride % 4 == 0 &&
+           cache.page_stride % 4 == 0 && columns % 4 == 0;
   }
 };
 
@@ -322,7 +293,7 @@ __device__ inline void load_fours(bool in_fours, At at, Four<E> (&to)[kItems]) {
 }
 
 // panel(column - first, row) = factor x(row, column)
-template <class E, class T>
+template <template <class> class Rows, class E, class T>
 __device__ inline void stage_transposed(const Rows<E>& rows, T factor, int first, int columns, T* panel) {
   constexpr int kItems = kTile * kDepth<T> / 4 / kThreads;
   const int row = thread_index() / 32 * 8 + thread_index() % 8;  // a warp takes 8 rows and 4 fours at a time
@@ -340,8 +311,8 @@ __device__ inline void stage_transposed(const Rows<E>& rows, T factor, int first
 }
 
 // scores = A B^T over all columns, A times factor_a and B times factor_b.
-template <class E, class T>
-__device__ inline void dot_products(const Rows<E>& a, T factor_a, const Rows<E>& b, T factor_b, int columns,
+template <template <class> class Keys, class E, class T>
+__device__ inline void dot_products(const Rows<E>& a, T factor_a, const Keys<E>& b, T factor_b, int columns,
                                     Fragment<T>& scores) {
   auto& shared = shared_tiles<T>();
   scores = {};
@@ -376,7 +347,7 @@ __device__ inline void store_weights(const Fragment<T>& weights) {
 }
 
 // acc += factor W X[:, first : first + kTile].  A row of X without weights counts as zeros: it may hold NaN.
-template <class E, class T>
+template <template <class> class Rows, class E, class T>
 __device__ inline void add_weighted_rows(const Rows<E>& x, T factor, int first, int columns,
                                          Fragment<T>& acc) {
   constexpr int kStep = kThreads / kRowThreads, kItems = kStagedRows<T> / kStep;
@@ -407,7 +378,7 @@ __device__ inline void add_weighted_rows(const Rows<E>& x, T factor, int first, 
 }
 
 // The same for the columns of a chunk that starts at `first`; the tiles change places as in for_each_row.
-template <class E, class T>
+template <template <class> class Rows, class E, class T>
 __device__ inline void add_weighted_chunk(const Rows<E>& x, T factor, int first, int columns,
                                           Fragment<T> (&acc)[kChunkTiles<T>]) {
 #pragma unroll 1

@@ -26,4 +26,24 @@ FLASHATTN_HD Sequence sequence(const Lengths& lengths, int64_t batch) {
   return {first, clamp(used, 0, allotted), allotted};
 }
 
+// A row of a tensor: its sequence, and its number there.
+struct Place {
+  int64_t batch, row;
+};
+
+// Of row `index` over all sequences.  The rows of a packed tensor before and behind a sequence have a number
+// that it does not have.
+FLASHATTN_HD Place place_of(const Lengths& lengths, int64_t sequences, int64_t index) {
+  if (!lengths.cu) return {index / lengths.rows, index % lengths.rows};
+  int64_t batch = 0, end = sequences;  // it starts in [batch, end)
+  while (end - batch > 1) {
+    const int64_t middle = (batch + end) / 2;
+    if (lengths.cu[middle] <= index)
+      batch = middle;
+    else
+      end = middle;
+  }
+  return {batch, index - clamp(lengths.cu[batch], 0, lengths.total)};
+}
+
 }  // namespace flashattn

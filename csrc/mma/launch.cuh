@@ -5,8 +5,7 @@
 #include <climits>
 #include <type_traits>
 
-#include "any/append.cuh"
-#include "any/gradients.cuh"
+#include "any/launches.cuh"
 #include "common/launch.cuh"
 #include "mma/backward.cuh"
 #include "mma/decode.cuh"

@@ -45,8 +45,8 @@ def unit(row) -> str:
 
 
 def serves_others(row, chosen: list) -> bool:
-    """Units of plain backward kernels hold what the tensor-core ones of the dtype launch too."""
-    return row.op == "backward" and row.name.endswith("simt") and any(
+    """Units of plain kernels hold what the tensor-core ones of the dtype launch too."""
+    return row.op != "forward" and row.name.endswith("simt") and any(
         (other.op, other.family, other.dtypes) == (row.op, row.family, row.dtypes) for other in chosen)
 
 

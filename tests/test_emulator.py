@@ -23,10 +23,10 @@ def narrowest_rows() -> list[str]:
     """The row with the smallest head dims of each kind of kernel stands for the wider ones."""
     first = {}
     for row in build.cuda_rows():
-        kind = re.match(r"(for|back)ward_(sm80_f32|sm80_bf16|sm75_f16_d|sm90_bf16)", row.name)
+        kind = re.match(r"(forward|backward|decode)_(sm80_f32|sm80_bf16|sm75_f16_d|sm90_bf16)", row.name)
         if kind:
             first.setdefault((kind[0], row.name.partition("_d")[0], "softcap" in row.serves,
-                              getattr(row, "warpgroups", 0),
+                              "many_queries" in row.serves, getattr(row, "warpgroups", 0),
                               row.keys if hasattr(row, "bulk_sums") else 0), row.name)
     return list(first.values())
 
@@ -35,11 +35,21 @@ def run(emulator: Path, *arguments: str) -> subprocess.CompletedProcess:
     return subprocess.run([str(emulator), *arguments], text=True, capture_output=True, timeout=HANGS_AFTER)
 
 
-@pytest.mark.parametrize("row", narrowest_rows())
-def test_kernel(row, tmp_path):
-    result = run(build.build(tmp_path, f"^{row}$"))
+def check(row: str, folder: Path) -> None:
+    result = run(build.build(folder, f"^{row}$"))
     wrong = [line for line in result.stdout.splitlines() if not line.endswith(" ok")]
     assert result.returncode == 0, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("row", narrowest_rows())
+def test_kernel(row, tmp_path):
+    check(row, tmp_path)
+
+
+@pytest.mark.parametrize("op", ["forward", "backward", "decode"])
+def test_expectations(op, tmp_path):
+    """Another implementation, the CPU's, has the results that are expected of the kernels."""
+    check(f"{op}_cpu_baseline", tmp_path)
 
 
 def test_every_instruction_is_emulated():

@@ -64,21 +64,23 @@ bool repeats(const Instance<Params>& kernel, const Case& c, DType dtype, unsigne
   return !memcmp(first.dbias->data(), again.dbias->data(), again.dbias->bytes());
 }
 
+bool same_rows(const Tensor& x, const Tensor& y, int64_t batch, int64_t first, int64_t rows) {
+  for (int64_t row = first; row < first + rows; ++row)
+    for (int64_t h = 0; h < x.heads; ++h)
+      if (memcmp(x.at(batch, row, h), y.at(batch, row, h), x.columns * element_size(x.dtype))) return false;
+  return true;
+}
+
 // Every sequence of a batch-invariant call has the results that it has alone.
 bool same_alone(const Instance<DecodeParams>& kernel, const DecodeProblem& first, unsigned seed,
                 Schedule schedule) {
   for (int b = 0; b < first.options.batch; ++b) {
-    if (first.q_rows.length[b] == 0) continue;
+    const int64_t batch = first.tensor_batch(b), row = first.q_rows.first[b], rows = first.q_rows.length[b];
+    if (rows == 0) continue;
     const DecodeProblem again(first.options, first.dtype, seed);
     if (!launch(kernel, again.alone(b), schedule).empty()) return false;
-    for (int64_t i = 0; i < first.q_rows.length[b]; ++i)
-      for (int64_t h = 0; h < first.options.heads; ++h)
-        for (Tensor Problem::* x : {&Problem::out, &Problem::lse}) {
-          const int64_t batch = first.tensor_batch(b), row = first.q_rows.first[b] + i;
-          if (memcmp((first.*x).at(batch, row, h), (again.*x).at(batch, row, h),
-                     (first.*x).columns * element_size((first.*x).dtype)))
-            return false;
-        }
+    for (Tensor Problem::* x : {&Problem::out, &Problem::lse})
+      if (!same_rows(first.*x, again.*x, batch, row, rows)) return false;
   }
   return true;
 }

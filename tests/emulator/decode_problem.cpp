@@ -225,7 +225,8 @@ flashattn::DecodeParams DecodeProblem::params() const {
   if (c.cache.rotary) {
     p.q_rotated = rotated_q.view;
     p.rotary = {cos.view.data, sin.view.data,  cos.dtype,           cos.view.row,
-                sin.view.row,  c.cache.rotary, c.cache.interleaved, c.left >= 0 || c.right >= 0};
+                sin.view.row,  c.cache.rotary, c.cache.interleaved, c.left >= 0 || c.right >= 0,
+                cos.rows};
   }
   if (c.cache.splits || c.batch_invariant) {
     const auto splits = flashattn::decode_splits(1, p.seqlen_k.rows, 1, c.cache.splits, c.batch_invariant);

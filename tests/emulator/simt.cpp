@@ -47,7 +47,7 @@ struct Rendezvous {
 
 struct Warp {
   uint32_t ready = 0, live = 0;
-  uint64_t epoch = 1;  // counts its __syncwarp
+  uint64_t epoch = 1;           // counts its __syncwarp
   std::map<int, uint64_t> met;  // at named barriers: what another warp did up to this time lies before
   std::vector<Rendezvous> open;
 };

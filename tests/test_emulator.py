@@ -67,6 +67,7 @@ HOPPER = "forward_sm90_bf16_d64_192x128"
 WIDE_BACKWARD = r"backward_sm90_bf16_d192v128_\d+x\d+"
 HOPPER_BACKWARD = r"backward_sm90_bf16_d128_\d+x\d+"
 HOPPER_GENERAL = r"backward_sm90_bf16_d64_\d+x\d+_general"
+DECODE, DECODE_MANY = "decode_sm80_bf16_d64_8x128", "decode_sm80_bf16_d64_64x64"
 FAULTS = {  # name: rows, file, text, the text that replaces it
     "no barrier before K": (
         FORWARD, "mma/forward.cuh", "__syncthreads();  // K has landed for all warps; all have read", "//"),
@@ -100,6 +101,27 @@ FAULTS = {  # name: rows, file, text, the text that replaces it
         BACKWARD, "any/backward_rows.cuh", "lanes > 0; lanes /= 2) delta +=",
         "lanes > 1; lanes /= 2) delta +="),
     "nobody's turn": (BACKWARD, "mma/backward.cuh", "ptx::red_add_release(counter, 1);", "{}"),
+    "no barrier of the warps that share keys": (
+        DECODE_MANY, "mma/decode.cuh", "ptx::bar_sync(1 + key_warp, DecodeTiles<C>::kGroupThreads);",
+        ";"),
+    "lanes that do not wait for the tile": (DECODE, "mma/decode.cuh", "    __syncwarp();", "    ;"),
+    "sums written over tiles": (
+        DECODE, "mma/decode.cuh", "__syncthreads();  // all have read their tiles", "//"),
+    "a tile that is not awaited": (
+        DECODE, "mma/decode.cuh", "wait_for_copies<C, kAhead - 1>();\n      if (step == 0)",
+        "wait_for_copies<C, kAhead>();\n      if (step == 0)"),
+    "weights that are not transposed": (
+        DECODE, "mma/decode.cuh", "ptx::movmatrix_trans(ptx::cvt_pack<C::kDType>(x[0], x[1]))",
+        "ptx::cvt_pack<C::kDType>(x[0], x[1])"),
+    "a part of the tile that is not merged": (
+        DECODE, "common/split.cuh", "shares_.of(behind - 1) - blockIdx.x + 1",
+        "shares_.of(behind - 1) - blockIdx.x"),
+    "a key of a page too far": (
+        DECODE, "common/cache.cuh", "key - page * static_cast<int>(size.value)",
+        "key + 1 - page * static_cast<int>(size.value)"),
+    "a new key in another row": (
+        DECODE, "any/append.cuh", "move.position = start + place.row;",
+        "move.position = start + place.row + 1;"),
     "no barrier before the panels": (
         "forward_sm80_f32_simt", "any/simt_tile.cuh", "__syncthreads();  // both panels are complete", ""),
     "a panel written over the last one": (

@@ -53,6 +53,11 @@ Workspace simt_workspace(const ForwardParams&) {
 }
 
 template <class E>
+Workspace simt_workspace(const BackwardParams&) {
+  return {};
+}
+
+template <class E>
 Workspace simt_workspace(const DecodeParams& call) {
   const DecodeParams p = with_splits<E>(call);
   Workspace workspace{};

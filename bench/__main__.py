@@ -12,7 +12,7 @@ from . import results
 from .memory import METHOD, peak_extra
 from .peers import PEERS, present, reason
 from .shapes import PASSES, SETS, Shape
-from .timing import eager, graphed, time_shape
+from .timing import time_shape
 
 MEMORY_LIMIT = 64 * 2**20  # bytes that our forward may take besides inputs and outputs
 
@@ -28,7 +28,7 @@ def timed(options: argparse.Namespace) -> int:
     for done, shape in enumerate(shapes, 1):
         print(f"[{done}/{len(shapes)}] {shape.name}", end="", file=sys.stderr, flush=True)
         try:
-            measured, without = time_shape(shape, peers, options.seconds, options.device, options.how)
+            measured, without = time_shape(shape, peers, options.seconds, options.device)
         except Exception as error:  # peers that differ, or a device that is gone: keep the other shapes
             measured, without = [], [{"name": shape.name, "peer": "ours", "reason": reason(error)}]
         times = (f"{r['peer']} {results.duration(r['seconds'])}" for r in measured)
@@ -38,12 +38,14 @@ def timed(options: argparse.Namespace) -> int:
     results.add_ratios(rows)
     keep(options, rows, missing=missing, state_at_start=start)
     print(results.timing_table(rows))
+    if alone := results.unrivalled(rows):
+        print(f"\n{alone}")
     if missing:
         print(f"\n{results.missing_text(missing)}")
     ratios = [r["ratio"] for r in rows if "ratio" in r]
     lowest = min(ratios, default=None)
     if ratios:
-        if options.command != "overhead":
+        if not options.command.startswith("overhead"):
             print(f"\n{results.summary_table(rows)}")
         print(f"\npeer / ours: {len(ratios)} ratios, lowest {lowest:.2f}, "
               f"geometric mean {results.geometric_mean(ratios):.2f}")
@@ -131,11 +133,13 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__, allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True)
     torch_threads, rivals = torch.get_num_threads(), "ours,sdpa_flash,cudnn,fa3"
-    for name, text, device, how, peers, seconds, threads in (
-            ("cpu", "forward and backward against torch", "cpu", eager, "ours,sdpa", 3.0, torch_threads),
-            ("cuda", "the same on a CUDA device, against all that it has", "cuda", eager, rivals, 0.8, 1),
-            ("graphs", "small forwards in CUDA graphs", "cuda", graphed, rivals, 0.8, 1),
-            ("overhead", "host cost of a small call", "cpu", eager, "ours,sdpa", 3.0, 1)):
+    for name, text, device, peers, seconds, threads in (
+            ("cpu", "forward and backward against torch", "cpu", "ours,sdpa", 3.0, torch_threads),
+            ("cuda", "the same on a CUDA device, against all that it has", "cuda", rivals, 0.8, 1),
+            ("graphs", "small forwards in CUDA graphs", "cuda", rivals, 0.8, 1),
+            ("decode", "a KV cache on a CUDA device, in CUDA graphs too", "cuda", rivals, 0.8, 1),
+            ("overhead", "host cost of a small call", "cpu", "ours,sdpa", 3.0, 1),
+            ("overhead-cuda", "the same on a CUDA device", "cuda", f"sdpa,{rivals}", 0.8, 1)):
         command = commands.add_parser(name, help=text, allow_abbrev=False)
         command.add_argument("--peers", type=lambda names: names.split(","), default=peers.split(","),
                              metavar="NAMES", help=f"of {','.join(PEERS)} ({peers})")
@@ -144,7 +148,7 @@ def main(arguments: list[str]) -> int:
         command.add_argument("--check", type=float, metavar="RATIO", help="exit 1 if a ratio is below this")
         command.add_argument("--kinds", type=kinds, metavar="NAMES",
                              help=f"only these: of {','.join(PASSES)}; not recorded without --results")
-        command.set_defaults(run=timed, device=device, how=how, expected=peers.split(","))
+        command.set_defaults(run=timed, device=device, expected=peers.split(","))
     command = commands.add_parser("memory", help="peak memory of a forward (minutes)", allow_abbrev=False)
     command.set_defaults(run=memory, kinds=None, expected=[], peers=[])
     for command in commands.choices.values():

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -49,7 +48,8 @@ class Peer:
 
         Packed tensors are the same without B.
         """
-        return tensor.transpose(-3, -2).contiguous() if self.heads_first else tensor.clone()
+        tensor = tensor.transpose(-3, -2) if self.heads_first else tensor
+        return tensor.clone(memory_format=torch.contiguous_format)
 
     def results(self, returned: Tensor | tuple[Tensor, ...]) -> list[Tensor]:
         """What a prepared call returned, in (B, S, H, D)."""
@@ -86,21 +86,52 @@ class Ours(Peer):
             chosen["alibi_slopes"] = shape.slopes(device)
         if shape.deterministic:
             chosen["deterministic"] = True
-        if shape.lengths:
+        if shape.packed:
             chosen |= {"cu_seqlens_q": shape.bounds(device), "max_seqlen_q": shape.Sq,
                        "cu_seqlens_k": shape.bounds(device), "max_seqlen_k": shape.Sk}
         return chosen
 
     def bind(self, shape: Shape, device: torch.device) -> Attend:
         import flashattn
-        function = flashattn.decode if shape.op == "decode" else flashattn.forward
-        return partial(function, **self.options(shape, device))
+        return partial(flashattn.forward, **self.options(shape, device))
+
+    def prepare(self, shape: Shape, inputs: tuple[Tensor, ...]) -> Callable[[], Tensor | tuple[Tensor, ...]]:
+        if shape.op != "decode":
+            return super().prepare(shape, inputs)
+        import flashattn
+        tensors, options = self.decoding(shape, inputs)
+        return partial(flashattn.decode, *tensors, **options)
+
+    def decoding(self, shape: Shape, inputs: tuple[Tensor, ...]) -> tuple[list[Tensor | None], dict]:
+        """q and caches of their own, the options: of a call with the result of attention over the inputs."""
+        q, k, v, _ = inputs
+        caches, options = [k.clone(), None if shape.latent else v.clone()], self.options(shape, q.device)
+        before = torch.tensor(shape.lengths or [shape.Sk] * shape.B, dtype=torch.int32, device=q.device)
+        if shape.latent:
+            options["v_head_dim"] = shape.Dv
+        if shape.append:
+            options["k_new"], options["v_new"] = (t[:, -shape.Sq:].clone() for t in (k, v))
+            for cache in caches:
+                cache[:, -shape.Sq:] = float("nan")
+            angles = torch.zeros(shape.Sk, shape.D // 2, device=q.device)  # rotations that change nothing
+            options |= {"rotary_cos": angles.cos(), "rotary_sin": angles.sin()}
+            before -= shape.Sq
+        if shape.append or shape.lengths:
+            options["cache_seqlens"] = before
+        if shape.page_size:
+            pages = [t.unflatten(1, (-1, shape.page_size)).flatten(0, 1) for t in caches]
+            order = torch.randperm(len(pages[0]), device=q.device)
+            caches = [torch.empty_like(t).index_copy_(0, order, t) for t in pages]
+            options["page_table"] = order.int().view(shape.B, -1)
+        return [q.clone(), *caches], options
 
     def kernel(self, shape: Shape, inputs: tuple[Tensor, ...]) -> str:
         import flashattn
-        q, k, v, _ = inputs
+        tensors, options = inputs[:3], self.options(shape, inputs[0].device)
+        if shape.op == "decode":
+            tensors, options = self.decoding(shape, inputs)
         op = shape.op.rpartition("+")[2]
-        return flashattn.explain(q, k, v, op=op, **self.options(shape, q.device)).kernel or ""
+        return flashattn.explain(*tensors, op=op, **options).kernel or ""
 
 
 class Sdpa(Peer):
@@ -130,7 +161,9 @@ class Sdpa(Peer):
         if shape.deterministic:
             return "deterministic by a setting of all of torch only"
         if shape.lengths:
-            return "no packed batches"
+            return "one length for the whole batch"
+        if shape.page_size or shape.append:
+            return "neither pages nor an append"
         if shape.causal and shape.Sq not in (1, shape.Sk):
             return "is_causal aligns top-left: another problem when Sq != Sk"
         if self.backend is SDPBackend.FLASH_ATTENTION and shape.D != shape.Dv:
@@ -160,7 +193,7 @@ class Fa3(Peer):
         return ""
 
     def refuses(self, shape: Shape) -> str:
-        if shape.op != "forward":
+        if shape.differentiates:
             return "forward only"
         if shape.dtype != "bfloat16":
             return f"built without {shape.dtype}"
@@ -168,6 +201,8 @@ class Fa3(Peer):
             return "built without windows"
         if shape.alibi:
             return "no ALiBi"
+        if shape.page_size or shape.append or shape.op == "decode" and shape.lengths:
+            return "decode of whole caches only"
         if shape.D % 8 or shape.Dv % 8 or shape.D > 256:
             return "head dims are multiples of 8 up to 256"
         if shape.D != shape.Dv and not (128 < shape.D <= 192 and 96 < shape.Dv <= 128
@@ -177,8 +212,9 @@ class Fa3(Peer):
 
     def bind(self, shape: Shape, device: torch.device) -> Attend:
         import fa3_fwd_interface as fa3
-        if not shape.lengths:
-            return partial(fa3.flash_attn_func, causal=shape.causal, softcap=shape.softcap)
+        if not shape.packed:
+            splits = 0 if shape.op == "decode" else 1  # 0: it chooses
+            return partial(fa3.flash_attn_func, causal=shape.causal, softcap=shape.softcap, num_splits=splits)
         bounds = shape.bounds(device)
         return partial(fa3.flash_attn_varlen_func, cu_seqlens_q=bounds, cu_seqlens_k=bounds,
                        max_seqlen_q=shape.Sq, max_seqlen_k=shape.Sk, causal=shape.causal,
@@ -195,10 +231,16 @@ class Plain(Peer):
 
     def bind(self, shape: Shape, device: torch.device) -> Attend:
         if shape.lengths:
-            each = [self.bind(replace(shape, Sq=S, Sk=S, lengths=()), device) for S in shape.lengths]
+            each = [self.bind(sequence, device) for sequence in shape.sequences()]
+
+            def parts(t):
+                if shape.packed:
+                    return t.split(shape.lengths, -2)
+                return [part[..., :S, :] for part, S in zip(t.split(1), shape.lengths)]
+
             return lambda q, k, v: torch.cat([
                 attend(*part) for attend, *part in
-                zip(each, *(tensor.split(shape.lengths, -2) for tensor in (q, k, v)), strict=True)], -2)
+                zip(each, *(parts(tensor) for tensor in (q, k, v)), strict=True)], -2 if shape.packed else 0)
         hidden = bias = None
         if shape.causal or shape.window is not None or shape.alibi:
             left, right = shape.reach

@@ -70,13 +70,19 @@ def row(shape: Shape, measured: dict) -> dict:
 
 
 def add_ratios(rows: list[dict]) -> None:
-    """ratio = time of the peer / ours on the same shape: above 1, ours is faster.  Our row names the best."""
+    """ratio = time of the peer / ours on the same shape: above 1, ours is faster.  Our row names the best.
+
+    against_ratio = our rate of reading the cache / that on the shape which ours is compared with.
+    """
     ours = {r["name"]: r for r in rows if r["peer"] == "ours"}
     for r in rows:
         if r["peer"] != "ours" and r["name"] in ours:
             r["ratio"] = r["seconds"] / ours[r["name"]]["seconds"]
     for name, best in fastest(rows).items():
         ours[name] |= {"best_peer": best["peer"], "best_ratio": best["ratio"]}
+    for r in ours.values():
+        if r["against"] in ours:
+            r["against_ratio"] = r["gbytes"] / ours[r["against"]]["gbytes"]
 
 
 def fastest(rows: Iterable[dict]) -> dict[str, dict]:
@@ -116,8 +122,17 @@ def duration(seconds: float) -> str:
     return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
 
 
-def rate(gflops: float) -> str:
-    return f"{gflops:.3g} GFLOP/s" if gflops < 1e3 else f"{gflops / 1e3:.4g} TFLOP/s"
+def pace(r: dict) -> float:
+    """What counts of a row: GB/s of the cache in a decode, otherwise GFLOP/s."""
+    return r.get("gbytes", r["gflops"])
+
+
+def unit(r: dict) -> str:
+    return "B/s" if "gbytes" in r else "FLOP/s"
+
+
+def rate(r: dict) -> str:
+    return f"{pace(r):.3g} G{unit(r)}" if pace(r) < 1e3 else f"{pace(r) / 1e3:.4g} T{unit(r)}"
 
 
 def geometric_mean(values: list[float]) -> float:
@@ -133,7 +148,7 @@ def grouped(rows: Iterable[dict], *fields: str) -> dict[tuple, list[dict]]:
 
 
 def timing_table(rows: list[dict]) -> str:
-    """One line per shape: time, spread and rate (from 1 GFLOP/s up) of each peer, then the ratios.
+    """One line per shape: time, spread and rate (from 1 GFLOP/s or GB/s up) of each peer, then the ratios.
 
     With several peers the last column is the lowest ratio and whose it is.
     """
@@ -143,7 +158,7 @@ def timing_table(rows: list[dict]) -> str:
     for (name,), group in grouped(rows, "name").items():
         times, ratios = dict.fromkeys(peers, ""), dict.fromkeys(rivals, "")
         for r in group:
-            work = f", {rate(r['gflops'])}" if r["gflops"] >= 1 else ""
+            work = f", {rate(r)}" if pace(r) >= 1 else ""
             times[r["peer"]] = f"{duration(r['seconds'])} ±{r['spread']:.0%}{work}"
             if "ratio" in r:
                 ratios[r["peer"]] = f"{r['ratio']:.2f}"
@@ -161,11 +176,11 @@ def summary_table(rows: list[dict]) -> str:
     """
     ours, lines = {r["name"]: r for r in rows if r["peer"] == "ours"}, []
     rated = [r for r in rows if "ratio" in r]
-    unit, size = ("TFLOP/s", 1e3) if min((r["gflops"] for r in rows), default=0) >= 1e3 else ("GFLOP/s", 1)
+    letter, size = ("T", 1e3) if min(map(pace, rows), default=0) >= 1e3 else ("G", 1)
 
     def line(op, dtype, peer, group):
         worst = min(group, key=lambda r: r["ratio"])
-        rates = [[r["gflops"] / size for r in side] for side in ([ours[r["name"]] for r in group], group)]
+        rates = [[pace(r) / size for r in side] for side in ([ours[r["name"]] for r in group], group)]
         which = f" ({worst['peer']})" if peer == "best" else ""
         return [op, dtype, peer, str(len(group)), *(f"{min(some):.3g} to {max(some):.3g}" for some in rates),
                 f"{geometric_mean([r['ratio'] for r in group]):.2f}",
@@ -176,15 +191,22 @@ def summary_table(rows: list[dict]) -> str:
         if len(peers) > 1:
             lines.append(line(*kind, "best", list(fastest(group).values())))
         lines += [line(*kind, peer, some) for (peer,), some in peers.items()]
-    header = ["op", "dtype", "peer", "shapes", f"our {unit}", "the peer's", "mean ratio", "lowest ratio"]
+    header = ["op", "dtype", "peer", "shapes", f"our {letter}{unit(rows[0])}", "the peer's", "mean ratio",
+              "lowest ratio"]
     return table(header, lines)
 
 
 def unrivalled(rows: list[dict]) -> str:
-    """The shapes that only we computed, with our rates; empty if there is none."""
+    """The shapes that only we computed, with our rates, and what is compared with another shape.
+
+    Empty if there is none.
+    """
     alone = [group[0] for group in grouped(rows, "name").values() if [r["peer"] for r in group] == ["ours"]]
-    return "No peer here computes " + ", ".join(
-        f"{r['name']} (ours {rate(r['gflops'])})" for r in alone) + "." if alone else ""
+    compared = [r for r in rows if "against_ratio" in r]
+    lines = ["No peer here computes " + ", ".join(f"{r['name']} (ours {rate(r)})" for r in alone) + "."
+             ] * bool(alone)
+    return "\n".join(lines + [f"{r['name']}: {r['against_ratio']:.2f} of our rate at {r['against']}."
+                              for r in compared])
 
 
 def missing_text(missing: list[dict]) -> str:
@@ -211,11 +233,18 @@ SECTIONS = {  # recorded name -> title, what it shows, the table
     "cuda": ("Speed on a CUDA device", IN_TURN, summary_table),
     "graphs": ("Small forwards on a CUDA device", "bfloat16, in CUDA graphs of 8 calls, so that the "
                "host's part is not timed, and with\ninputs that are in no cache.", timing_table),
+    "decode": ("Decode on a CUDA device",
+               "bfloat16, a token of each sequence against its KV cache; TB/s of keys and values that are seen.\n"
+               "Calls use two caches in turn; graph: in CUDA graphs of 8 calls, so that the host's part is not\n"
+               "timed, with keys and values that are in no cache of the card.", timing_table),
     "cpu": ("Speed", IN_TURN, summary_table),
     "memory": ("Peak memory of a forward", METHOD, memory_table),
     "overhead": ("Host cost of a small call", "Tensors so small that the time is that of the call itself.",
                  timing_table),
+    "overhead-cuda": ("Host cost of a small call on a CUDA device", "The card is done before the host has "
+                      "started the next call.", timing_table),
 }
+ON_CARD = ("cuda", "graphs", "decode", "overhead-cuda")
 
 
 def host(machine: dict, on_card: bool) -> str:
@@ -236,7 +265,7 @@ def section(result: dict) -> str:
     name, rows = result["name"], result["rows"]
     title, text, tables = SECTIONS[name]
     parts = [text, tables(rows)]
-    if on_card := name in ("cuda", "graphs"):
+    if on_card := name in ON_CARD:
         parts[0] += "".join(f"\n{peer}: {PEERS[peer].text}." for peer, in grouped(rows, "peer")
                             if peer in PEERS and PEERS[peer].text)
         if len(grouped((r for r in rows if "ratio" in r), "peer")) > 1:

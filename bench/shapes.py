@@ -16,7 +16,8 @@ class Shape:
     """q (B, Sq, Hq, D), k (B, Sk, Hk, D), v (B, Sk, Hk, Dv), by the rules of flashattn.forward.
 
     With ``lengths`` the batch is packed, (total, heads, head dim): B sequences of these lengths attend to
-    themselves, and Sq = Sk is the longest.
+    themselves, and Sq = Sk is the longest.  A decode is never packed: k and v are its cache, and ``lengths``
+    are the keys of each sequence that count.
     """
 
     name: str
@@ -35,6 +36,15 @@ class Shape:
     alibi: bool = False  # with the slopes of `slopes`
     deterministic: bool = False  # sums of a backward in an order that never varies
     lengths: tuple[int, ...] = ()
+    page_size: int = 0  # of a cache in pages, whose order is random
+    latent: bool = False  # v is the first Dv columns of k
+    append: bool = False  # the keys and values of the queries come into the cache in the call, rotated
+    graph: bool = False  # timed in CUDA graphs
+    against: str = ""  # name of the shape whose rate of reading the cache is compared with this one's
+
+    @property
+    def packed(self) -> bool:
+        return bool(self.lengths) and self.op != "decode"
 
     @property
     def differentiates(self) -> bool:
@@ -46,10 +56,14 @@ class Shape:
         left, right = (self.Sq + self.Sk if side == -1 else side for side in self.window or (-1, -1))
         return left, 0 if self.causal else right
 
+    def sequences(self) -> list["Shape"]:
+        """The sequences of ``lengths``, each as a batch of its own."""
+        return [replace(self, B=1, Sq=S if self.packed else self.Sq, Sk=S, lengths=()) for S in self.lengths]
+
     def visible_pairs(self) -> int:
         """Pairs (query, key) of one head that the mask lets through, over the whole batch."""
         if self.lengths:
-            return sum(replace(self, B=1, Sq=S, Sk=S, lengths=()).visible_pairs() for S in self.lengths)
+            return sum(sequence.visible_pairs() for sequence in self.sequences())
         left, right = self.reach
         centre = torch.arange(self.Sq) + self.Sk - self.Sq
         first, last = (centre - left).clamp(min=0), (centre + right).clamp(max=self.Sk - 1)
@@ -59,26 +73,39 @@ class Shape:
         """Floating-point operations of the visible pairs: 2 (D + Dv) each in a forward (4 D when D = Dv)."""
         return PASSES[self.op] * 2 * (self.D + self.Dv) * self.visible_pairs() * self.Hq
 
+    @property
+    def itemsize(self) -> int:
+        return getattr(torch, self.dtype).itemsize
+
+    def cache_bytes(self) -> int:
+        """Of the keys and values that some query may see: what a decode has to read."""
+        if self.lengths:
+            return sum(sequence.cache_bytes() for sequence in self.sequences())
+        keys, columns = min(self.Sk, self.reach[0] + self.Sq), self.D + (0 if self.latent else self.Dv)
+        return self.B * keys * self.Hk * columns * self.itemsize
+
     def score_bytes(self) -> int:
         """Size of the one (B, Hq, Sq, Sk) score matrix that standard attention writes, in the dtype of q."""
-        return self.B * self.Hq * self.Sq * self.Sk * getattr(torch, self.dtype).itemsize
+        return self.B * self.Hq * self.Sq * self.Sk * self.itemsize
 
     def sizes(self) -> tuple[tuple[int, ...], ...]:
         """Of q, k, v and the output."""
-        packed = (sum(self.lengths),)
-        queries, keys = (packed, packed) if self.lengths else ((self.B, self.Sq), (self.B, self.Sk))
+        total = (sum(self.lengths),)
+        queries, keys = (total, total) if self.packed else ((self.B, self.Sq), (self.B, self.Sk))
         return ((*queries, self.Hq, self.D), (*keys, self.Hk, self.D), (*keys, self.Hk, self.Dv),
                 (*queries, self.Hq, self.Dv))
 
     def input_bytes(self) -> int:
         """Of q, k and v."""
-        return sum(map(math.prod, self.sizes()[:3])) * getattr(torch, self.dtype).itemsize
+        return sum(map(math.prod, self.sizes()[:2 if self.latent else 3])) * self.itemsize
 
     def inputs(self, device: str = "cpu") -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Random q, k, v and the gradient of the output, the same for every peer."""
         generator = torch.Generator(device).manual_seed(0)
-        return tuple(torch.randn(size, generator=generator, device=device, dtype=getattr(torch, self.dtype))
-                     for size in self.sizes())
+        q, k, v, dout = (
+            torch.randn(size, generator=generator, device=device, dtype=getattr(torch, self.dtype))
+            for size in self.sizes())
+        return q, k, k[..., :self.Dv] if self.latent else v, dout
 
     def bounds(self, device: torch.device) -> Tensor:
         """cu_seqlens of a packed batch."""
@@ -119,6 +146,20 @@ def _uneven(name: str, longest: int, B: int, Hq: int, Hk: int, D: int) -> list[S
     return [packed, _model(f"{name}-equal", "forward", B, even, Hq, Hk, D, True)]
 
 
+def _decode(B: int, S: int, Hq: int, Hk: int, name: str = "", Sq: int = 1, **options) -> Shape:
+    return Shape(f"{name}{'-' * bool(name)}b{B}-s{S}-h{Hq}-{Hk}", "decode", B, Sq, S, Hq, Hk,
+                 **{"D": 128, "Dv": 128, "causal": True, "dtype": "bfloat16", **options})
+
+
+def _ragged(B: int, shortest: int, longest: int, Hq: int, Hk: int) -> list[Shape]:
+    """A cache of sequences of random lengths, and one of as many keys in sequences of one length."""
+    generator = random.Random(0)
+    lengths = tuple(generator.randint(shortest, longest) for _ in range(B))
+    even = _decode(B, round(sum(lengths) / B), Hq, Hk, "ragged-equal")
+    return [even, _decode(B, max(lengths), Hq, Hk, "ragged", lengths=lengths, against=even.name)]
+
+
+_LLAMA = (64, 8192, 32, 8)  # B, S and heads of the variants of a decode
 _MODELS = (("llama3-8b", 2, 8192, 32, 8, 128, True), ("llama3-70b", 1, 8192, 64, 8, 128, True),
            ("d96", 2, 8192, 16, 16, 96, True), ("d80-vit", 16, 1024, 16, 16, 80, False),
            ("short", 128, 128, 16, 16, 64, False))
@@ -147,17 +188,38 @@ SETS = {
     ],
     # Of a size where the host's part would be seen: timed inside CUDA graphs.
     "graphs": [
-        _model(f"b{B}-s{S}-h{H}-d{D}-{_mask(causal)}", "forward", B, S, H, H, D, causal)
+        _model(f"b{B}-s{S}-h{H}-d{D}-{_mask(causal)}", "forward", B, S, H, H, D, causal, graph=True)
         for B, S, H, D, causal in ((32, 512, 16, 128, False), (32, 512, 16, 128, True),
                                    (4, 512, 16, 128, True), (1, 512, 32, 128, True),
                                    (1, 2048, 32, 128, True), (128, 128, 16, 64, False),
                                    (1, 128, 16, 64, False))
+    ],
+    # A token against a cache: as called, then what else a serving loop asks for, then in CUDA graphs.
+    "decode": [
+        *(_decode(B, S, Hq, Hk) for Hq, Hk in ((32, 8), (64, 8), (32, 32))
+          for B, S in ((1, 8192), (1, 131072), (16, 8192), (64, 8192), (128, 2048))),
+        *(_decode(*_LLAMA, f"pages-of-{size}", page_size=size, against=_decode(*_LLAMA).name)
+          for size in (16, 64)),
+        *_ragged(64, 100, 32768, 32, 8),
+        *(_decode(64, 4096, Hq, 1, "mla", D=576, Dv=512, latent=True) for Hq in (128, 16)),
+        _decode(*_LLAMA, "append-rotary", append=True, against=_decode(*_LLAMA).name),
+        *(_decode(*_LLAMA, f"queries-{Sq}", Sq, against=_decode(*_LLAMA).name) for Sq in (4, 16)),
+        _decode(16, 32768, 32, 8, "window-4096", window=(4095, 0)),
+        _decode(64, 8192, 128, 1),
+        *(_decode(*sizes, "graph", graph=True)
+          for sizes in ((1, 1024, 32, 8), (1, 8192, 32, 8), (1, 32768, 32, 8), (4, 8192, 64, 8),
+                        (8, 4096, 32, 8), (1, 131072, 32, 8), (64, 8192, 32, 8))),
     ],
     # Almost no arithmetic: the time is Python, dispatcher, checks and allocation.
     "overhead": [
         _square("small-forward", "forward", 4, 1, 64, causal=True),
         _square("small-forward+backward", "forward+backward", 4, 1, 64, causal=True),
         Shape("small-decode", "decode", 1, 1, 16, 1, 1, 64, 64, causal=True),
+    ],
+    "overhead-cuda": [
+        *(_model("small", op, 1, 64, 4, 4, 64, True) for op in ("forward", "forward+backward")),
+        _decode(1, 128, 32, 8, "small-decode"),
+        _decode(1, 128, 32, 8, "small-decode-append-rotary", append=True),
     ],
     "memory": [_square(f"memory-s{S}", "forward", S, 8, 64) for S in (8192, 32768)],
 }

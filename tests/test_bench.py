@@ -29,7 +29,12 @@ TINY = [
     replace(SQUARE, name="alibi", alibi=True, causal=True, dtype="bfloat16"),
     replace(SQUARE, name="packed", B=3, lengths=(6, 1, 4), Hk=2, causal=True, window=(2, 0), alibi=True),
     replace(SQUARE, name="packed backward", B=2, lengths=(2, 6), softcap=2.0, op="backward"),
-    replace(SQUARE, name="decode", Sq=1, Sk=9, Hk=1, causal=True, op="decode"),
+    (DECODE := replace(SQUARE, name="decode", Sq=1, Sk=12, Hk=1, causal=True, op="decode")),
+    replace(DECODE, name="pages", page_size=4),
+    replace(DECODE, name="lengths", lengths=(5, 12), Dv=4),
+    replace(DECODE, name="values inside the keys", latent=True, Dv=6),
+    replace(DECODE, name="append", append=True, Sq=3, Hk=2, window=(4, 0)),
+    replace(DECODE, name="append to pages", append=True, page_size=6),
 ]
 
 
@@ -75,6 +80,93 @@ def test_flops_of_a_packed_batch_are_those_of_its_sequences(window, causal):
     assert [tuple(t.shape) for t in (q, k, v, dout)] == [(19, 6, 8), (19, 3, 8), (19, 3, 4), (19, 6, 4)]
     assert shape.input_bytes() == q.nbytes + k.nbytes + v.nbytes
     assert shape.bounds(q.device).tolist() == [0, 5, 6, 15, 19]
+
+
+def test_bytes_of_a_decode_are_those_of_the_keys_and_values_that_are_seen():
+    assert DECODE.cache_bytes() == 2 * 12 * 1 * (8 + 8) * 4 == DECODE.input_bytes() - 2 * 4 * 8 * 4
+    for changes, rows, columns in (({"Dv": 4, "Hk": 2}, 48, 12), ({"latent": True, "Dv": 6}, 24, 8),
+                                   ({"lengths": (5, 12)}, 17, 16), ({"window": (3, 0)}, 2 * 4, 16),
+                                   ({"window": (3, 0), "Sq": 4}, 2 * 7, 16), ({"window": (30, 0)}, 24, 16),
+                                   ({"lengths": (2, 12), "window": (3, 0)}, 6, 16)):
+        assert replace(DECODE, **changes).cache_bytes() == rows * columns * 4, changes
+    latent = replace(DECODE, latent=True, Dv=6)
+    _, k, v, _ = latent.inputs()
+    assert v.data_ptr() == k.data_ptr() and v.shape[-1] == 6
+    assert latent.input_bytes() == 2 * 12 * 8 * 4 + 2 * 4 * 8 * 4
+
+
+def test_the_decode_set_has_a_row_for_every_kind_of_call():
+    shapes = {shape.name: shape for shape in SETS["decode"]}
+    assert len(shapes) == 15 + 11 + 7 and {s.op for s in shapes.values()} == {"decode"}
+    assert sum(s.graph for s in shapes.values()) == 7 and all(s.causal for s in shapes.values())
+    for shape in shapes.values():
+        assert not shape.against or shapes[shape.against].graph == shape.graph
+        assert not shape.page_size or shape.Sk % shape.page_size == 0
+    ragged, = (shape for shape in shapes.values() if shape.lengths)
+    equal = shapes[ragged.against]
+    assert all(100 <= S <= 32768 for S in ragged.lengths) and len(ragged.lengths) == ragged.B == 64
+    assert equal.cache_bytes() == pytest.approx(ragged.cache_bytes(), rel=1e-3)
+    mla = shapes["mla-b64-s4096-h128-1"]
+    assert mla.cache_bytes() == 64 * 4096 * 576 * 2
+
+
+def test_our_cache_is_what_the_shape_says():
+    q, k, v, _ = inputs = replace(DECODE, Hk=2).inputs()
+    decoding = PEERS["ours"].decoding
+    (_, pages, _), options = decoding(replace(DECODE, Hk=2, page_size=4), inputs)
+    table = options["page_table"]
+    assert pages.shape == (6, 4, 2, 8) and table.flatten().sort().values.tolist() == list(range(6))
+    assert torch.equal(pages[table.long()].flatten(1, 2), k)
+    (_, k_cache, v_cache), options = decoding(replace(DECODE, Hk=2, append=True), inputs)
+    assert k_cache[:, 11].isnan().all() and v_cache[:, 11].isnan().all() and not k_cache[:, :11].isnan().any()
+    assert options["cache_seqlens"].tolist() == [11, 11] and torch.equal(options["v_new"], v[:, 11:])
+    (_, _, none), options = decoding(replace(DECODE, Hk=2, latent=True), inputs)
+    assert none is None and options["v_head_dim"] == 8
+    _, options = decoding(replace(DECODE, Hk=2, lengths=(5, 12)), inputs)
+    assert options["cache_seqlens"].tolist() == [5, 12]
+
+
+def test_decodes_use_two_caches_in_turn(monkeypatch):
+    seen = []
+
+    class Watched(type(PEERS["plain"])):
+        def bind(self, shape, device):
+            def attend(q, k, v):
+                seen.append(k.data_ptr())
+                return q
+            return attend
+
+    made = eager(Watched("plain"), DECODE, DECODE.inputs())
+    for _ in range(3):
+        made.call()
+    assert made.count == 1 and len(set(seen)) == 2 and seen[:2] == seen[2:]
+    del seen[:]
+    made = eager(Watched("plain"), SQUARE, SQUARE.inputs())
+    made.call()
+    assert len(set(seen)) == 1
+
+
+def test_a_decode_is_rated_by_the_bytes_of_its_cache():
+    rows, _ = time_shape(DECODE, HERE, budget_s=0)
+    for r in rows:
+        assert r["gbytes"] == pytest.approx(DECODE.cache_bytes() / r["seconds"] / 1e9)
+    shown = [timed_row(name, peer, seconds, op="decode", against=against) | {"gbytes": 4e3 / seconds}
+             for name, peer, seconds, against in (
+                 ("x", "ours", 1.0, ""), ("x", "fa3", 1.25, ""), ("y", "ours", 2.0, "x"))]
+    results.add_ratios(shown)
+    assert [r.get("against_ratio") for r in shown] == [None, None, 0.5]
+    assert "| our TB/s |" in results.summary_table(shown) and "3.2 TB/s" in results.timing_table(shown)
+    assert results.unrivalled(shown).splitlines() == ["No peer here computes y (ours 2 TB/s).",
+                                                      "y: 0.50 of our rate at x."]
+
+
+def test_a_shape_says_whether_it_is_timed_in_graphs(monkeypatch):
+    asked = []
+    monkeypatch.setattr(timing, "graphed", lambda *given: asked.append("graphed") or eager(*given))
+    time_shape(replace(SQUARE, graph=True), [PEERS["plain"]], budget_s=0)
+    assert asked == ["graphed"]
+    time_shape(SQUARE, [PEERS["plain"]], budget_s=0)
+    assert asked == ["graphed"] and all(shape.graph for shape in SETS["graphs"])
 
 
 def test_names_of_shapes_are_unique():
@@ -221,8 +313,9 @@ def test_cuda_peers_are_missing_without_a_device(capsys):
     assert [peer.name for peer in here] == ["ours", "sdpa_flash"]
     assert missing == [{"peer": name, "reason": "no CUDA device"} for name in ("cudnn", "fa3")]
     assert capsys.readouterr().out == "without cudnn: no CUDA device\nwithout fa3: no CUDA device\n"
-    assert command.main(["cuda"]) == command.main(["graphs"]) == 1
-    assert capsys.readouterr().out == "FAILED: no CUDA device\n" * 2
+    for name in ("cuda", "graphs", "decode", "overhead-cuda"):
+        assert command.main([name]) == 1
+        assert capsys.readouterr().out == "FAILED: no CUDA device\n"
     with pytest.raises(SystemExit, match="'fa9': expected one of ours"):
         present(["fa9"])
 
@@ -237,6 +330,8 @@ def test_fa3_takes_what_its_build_has(monkeypatch):
     bf16 = replace(SQUARE, dtype="bfloat16")
     assert fa3.refuses(replace(bf16, D=100)) and fa3.refuses(replace(bf16, D=264, Dv=264))
     assert fa3.refuses(replace(bf16, D=128, Dv=64)) and not fa3.refuses(replace(bf16, D=64, Dv=128))
+    takes = [s.name for s in SETS["decode"] if not fa3.refuses(s)]
+    assert len(takes) == 15 + 2 + 1 + 1 + 7 and "queries-16-b64-s8192-h32-8" in takes
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
@@ -252,7 +347,8 @@ def test_fa3_is_called_by_the_names_of_its_arguments(monkeypatch):
                         v_descale=None, window_size=(-1, -1), attention_chunk=0, softcap=0.0, num_splits=1,
                         pack_gqa=None, deterministic=False, sm_margin=0, return_attn_probs=False):
         B, S, Hq, D = q.shape
-        shape = Shape("", "forward", B, S, S, Hq, k.shape[2], D, v.shape[3], causal, softcap=softcap)
+        assert num_splits == (S == k.shape[1])
+        shape = Shape("", "forward", B, S, k.shape[1], Hq, k.shape[2], D, v.shape[3], causal, softcap=softcap)
         plain = PEERS["plain"]
         return plain.layout(plain.bind(shape, q.device)(*map(plain.layout, (q, k, v))))
 
@@ -270,7 +366,8 @@ def test_fa3_is_called_by_the_names_of_its_arguments(monkeypatch):
     monkeypatch.setitem(sys.modules, "fa3_fwd_interface", types.SimpleNamespace(
         flash_attn_func=flash_attn_func, flash_attn_varlen_func=flash_attn_varlen_func))
     bf16 = replace(SQUARE, dtype="bfloat16", causal=True)
-    for shape in (bf16, replace(bf16, Hk=2, softcap=0.5), replace(bf16, B=3, lengths=(6, 1, 4))):
+    for shape in (bf16, replace(bf16, Hk=2, softcap=0.5), replace(bf16, B=3, lengths=(6, 1, 4)),
+                  replace(bf16, Sq=2, Sk=9, op="decode")):
         rows, missing = time_shape(shape, [PEERS[name] for name in ("ours", "plain", "fa3")], budget_s=0)
         assert [r["peer"] for r in rows] == ["ours", "plain", "fa3"] and not missing
 
@@ -343,10 +440,10 @@ def test_what_cannot_be_captured_is_missing(monkeypatch):
 
 
 def test_inputs_of_graphs_fill_more_than_a_cache():
-    for shape in SETS["graphs"]:
+    for shape in SETS["graphs"] + [shape for shape in SETS["decode"] if shape.graph]:
         total = input_sets(shape) * shape.input_bytes()
         assert total >= 400e6 and input_sets(shape) >= 2, shape.name
-        assert total <= 400e6 + max(shape.input_bytes(), 400e6 / 2)
+        assert total <= max(400e6 + max(shape.input_bytes(), 400e6 / 2), 2 * shape.input_bytes())
 
 
 def test_a_peer_that_solves_another_problem_is_not_timed():
@@ -363,7 +460,8 @@ def test_torch_refuses_what_it_would_solve_differently():
     assert "window" in sdpa.refuses(replace(SQUARE, window=(1, 1)))
     assert "top-left" in sdpa.refuses(replace(SQUARE, Sk=9, causal=True))
     assert not sdpa.refuses(replace(SQUARE, Sk=9)) and not sdpa.refuses(replace(SQUARE, Sq=1, causal=True))
-    for option in ({"softcap": 1.0}, {"alibi": True}, {"lengths": (6, 6)}):
+    for option in ({"softcap": 1.0}, {"alibi": True}, {"lengths": (6, 6)}, {"page_size": 2},
+                   {"append": True}):
         assert sdpa.refuses(replace(SQUARE, **option))
     assert flash.refuses(replace(SQUARE, Dv=4)) and not sdpa.refuses(replace(SQUARE, Dv=4))
     rows, missing = time_shape(replace(SQUARE, window=(1, 1)), [sdpa], budget_s=0)

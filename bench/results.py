@@ -234,9 +234,9 @@ SECTIONS = {  # recorded name -> title, what it shows, the table
     "graphs": ("Small forwards on a CUDA device", "bfloat16, in CUDA graphs of 8 calls, so that the "
                "host's part is not timed, and with\ninputs that are in no cache.", timing_table),
     "decode": ("Decode on a CUDA device",
-               "bfloat16, a token of each sequence against its KV cache; TB/s of keys and values that are seen.\n"
-               "Calls use two caches in turn; graph: in CUDA graphs of 8 calls, so that the host's part is not\n"
-               "timed, with keys and values that are in no cache of the card.", timing_table),
+               "bfloat16, a token of each sequence against its KV cache; rates are those of reading it.\n"
+               "Calls use two caches in turn; graph: in CUDA graphs of 8 calls, so that the host's part is\n"
+               "not timed, with keys and values that are in no cache of the card.", timing_table),
     "cpu": ("Speed", IN_TURN, summary_table),
     "memory": ("Peak memory of a forward", METHOD, memory_table),
     "overhead": ("Host cost of a small call", "Tensors so small that the time is that of the call itself.",

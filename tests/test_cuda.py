@@ -10,9 +10,11 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+import caches
 import flashattn
+from caches import cached
 from cases import NAN, OPTIONS, bias, dense, eye, ints, offsets, packed
-from compare import assert_identical, check_backward, check_forward
+from compare import assert_identical, check_backward, check_decode, check_forward
 from flashattn import _build, _load, reference
 
 NO_CARD = ("no CUDA device" if not torch.cuda.is_available() else
@@ -67,8 +69,37 @@ def needs(row, device) -> str:
         capability, shared_bytes)).get(row.name, "this build does not have it")
 
 
+def dims_of(row) -> tuple[int, int]:
+    """The largest that a row is for, else some."""
+    return (row.head_dim, row.head_dim_v) if hasattr(row, "head_dim") else \
+        (72, 40) if row.op == "decode" else (40, 72)
+
+
+def decode_call(row, name, device) -> dict:
+    """Arguments of flashattn.decode: several splits, pages and heads of a group, sequences without a key."""
+    shape = {"heads": (8, 2), "dims": dims_of(row), "dtype": getattr(torch, row.dtypes[0])}
+    if name == "pages":
+        arguments = cached(device, [150, 0, 33], rows=3, new=3, page_size=16, **shape)
+        cos, sin = torch.randn(2, 160, 8, device=device)
+        return arguments | {"causal": True, "rotary_cos": cos, "rotary_sin": sin}
+    if name == "splits":
+        arguments = cached(device, [300, 1, 70], rows=2, page_size=64, leftpad=[20, 0, 70], **shape)
+        return arguments | {"num_splits": 3, "window": (200, 0), "sink": torch.randn(8, device=device)}
+    if name == "packed":
+        arguments = cached(device, [300, 0, 70], rows=5, new=5, **shape)
+        return caches.packed(arguments, [1, 6, 6, 8]) | {"causal": True, "batch_invariant": True}
+    arguments = cached(device, [150, 0, 33], rows=2, **shape)
+    return arguments | {
+        "cache": {}, "softcap": {"softcap": 2.0}, "alibi": {"alibi_slopes": torch.rand(3, 8, device=device)},
+        "latent": {"v_cache": None, "v_head_dim": dims_of(row)[1]}}[name]
+
+
 def calls(row) -> list[str]:
-    """Names of OPTIONS that together ask for all that the row serves."""
+    """Names of OPTIONS, or of decode_call, that together ask for all that the row serves."""
+    if row.op == "decode":
+        names = ["cache", "pages", "splits", *(name for name in ("softcap", "alibi") if name in row.serves)]
+        names += ["packed"] if "many_queries" in row.serves else []
+        return names + (["latent"] if dims_of(row)[1] <= dims_of(row)[0] else [])
     names = ["causal window"]
     if row.serves == TABLE.NEEDS:
         return [*names, "all"]
@@ -81,8 +112,11 @@ def test_row(device, row, name):
     """Each row of the table, forced, with what it serves."""
     if lacks := needs(row, device):
         pytest.skip(lacks)
-    dims = (row.head_dim, row.head_dim_v) if hasattr(row, "head_dim") else (40, 72)
-    q, k, v = dense(device, getattr(torch, row.dtypes[0]), len_q=70, len_k=150, dims=dims)
+    if row.op == "decode":
+        with flashattn.force_family(row.name):
+            check_decode(**decode_call(row, name, device))
+        return
+    q, k, v = dense(device, getattr(torch, row.dtypes[0]), len_q=70, len_k=150, dims=dims_of(row))
     options = OPTIONS[name](q, 150)
     if row.op == "backward":
         check_backward(q, k, v, **options, served_by=row.name)
@@ -203,13 +237,15 @@ def test_layouts_of_one_tensor(device, one_family, which, layout):
 
 # ---- memory ----
 
+def banded(t):
+    """NaN with a copy of t inside, and the copy."""
+    band = t.new_full([n + 2 for n in t.shape[:3]] + [t.shape[3] + 16], NAN)
+    return band, band[1:-1, 1:-1, 1:-1, 8:-8].copy_(t)
+
+
 @pytest.mark.parametrize("dims", PLAIN_DIMS, ids=str)
 def test_nothing_around_the_tensors_is_read_or_written(device, dims):
     """All tensors lie, aligned, inside larger ones of NaN; only out changes."""
-    def banded(t):
-        band = t.new_full([n + 2 for n in t.shape[:3]] + [t.shape[3] + 16], NAN)
-        return band, band[1:-1, 1:-1, 1:-1, 8:-8].copy_(t)
-
     q, k, v, dout = half(device, len_q=67, len_k=131, dims=dims)
     wanted = train(q, k, v, dout, causal=True)
     bands, inside = zip(*(banded(t) for t in (q, k, v, dout, torch.zeros_like(dout))))
@@ -565,3 +601,370 @@ def test_many_keys(device):
     assert dq.isfinite().all()
     if dv.dtype == torch.bfloat16:  # 2^-22 is hardly a float16
         assert (dv * len_k - 1).abs().max() < 0.02
+
+
+# ---- decode: what test_decode.py does not ask of the tensor cores, and what only a GPU can show ----
+
+RATIOS = (1, 2, 3, 4, 5, 7, 8, 16, 32, 64, 128)
+EDGES = (0, 1, 2, 15, 16, 17, 31, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257, 511, 513, 1025)
+LATENT = (576, 512)  # head dims of a cache whose values lie in its keys
+
+
+def half_dtype(device) -> torch.dtype:
+    return half(device, batch=1, len_q=1, len_k=1)[0].dtype
+
+
+def half_cache(device, lengths, **shape):
+    """cached() in a dtype of the tensor cores, of a group of four and 128 columns."""
+    usual = {"heads": (8, 2), "dims": (128, 128), "dtype": half_dtype(device)}
+    return cached(device, lengths, **usual | shape)
+
+
+def latent(arguments):
+    return {n: t for n, t in arguments.items() if n not in ("v_cache", "v_new")} | {
+        "v_cache": None, "v_head_dim": LATENT[1]}
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("ratio", RATIOS)
+def test_decode_of_every_group(device, dtype, rows, ratio):
+    arguments = cached(device, [300, 0, 65], rows=rows, heads=(2 * ratio, 2), dims=(128, 128), dtype=dtype)
+    check_decode(**arguments, causal=True)
+    arguments["v_cache"][:] = torch.tensor([1.0, 2.0], device=device)[:, None]
+    out, _ = caches.run(arguments)
+    heads = torch.tensor([1.0, 2.0], device=device).repeat_interleave(ratio)[:, None].expand_as(out[0])
+    torch.testing.assert_close(out[0].float(), heads, rtol=0.01, atol=0)
+    torch.testing.assert_close(out[2].float(), heads, rtol=0.01, atol=0)
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize("ratio", [1, 4, 16])
+@pytest.mark.parametrize("rows", range(1, 18))
+def test_decode_of_every_number_of_queries(device, dtype, ratio, rows):
+    """As verified tokens are: with the last keys hidden from the first ones, and not."""
+    arguments = cached(device, [300, 5, 129], rows=rows, heads=(2 * ratio, 2), dims=(128, 128), dtype=dtype,
+                       page_size=16)
+    for options in ({}, {"causal": True}, {"causal": True, "window": (40, 0)}):
+        check_decode(**arguments, **options)
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize("dims", [*((d, d) for d in range(64, 257, 8)), (192, 128), (128, 64), (64, 128),
+                                  (40, 72), (63, 63), (300, 300), LATENT], ids=str)
+def test_decode_of_every_head_dim(device, dtype, dims):
+    for page_size in (None, 16):
+        arguments = cached(device, [150, 1, 64], rows=2, new=1, dims=dims, dtype=dtype, page_size=page_size)
+        check_decode(**arguments, causal=True)
+    if dims == LATENT:
+        for heads in ((16, 1), (128, 1)):
+            arguments = cached(device, [150, 1, 64], rows=2, new=1, heads=heads, dims=dims, dtype=dtype)
+            check_decode(**latent(arguments), causal=True)
+
+
+@pytest.mark.parametrize("options", [
+    {}, {"causal": True}, {"window": (15, 0)}, {"window": (16, 0)}, {"window": (17, 3)}, {"window": (63, 0)},
+    {"window": (64, None)}, {"causal": True, "window": (200, 0), "num_splits": 4}], ids=str)
+@pytest.mark.parametrize("page_size", [None, 1, 16, 64, 256])
+def test_decode_at_the_edges_of_pages_and_windows(device, page_size, options):
+    for rows, new in ((1, 0), (1, 1), (5, 5)):
+        check_decode(**half_cache(device, EDGES, rows=rows, new=new, page_size=page_size), **options)
+
+
+@pytest.mark.parametrize("new", [0, 3])
+@pytest.mark.parametrize("page_size", [None, 1, 16, 64])
+@pytest.mark.parametrize("dims", [*PLAIN_DIMS, LATENT, (40, 72)], ids=str)
+def test_what_no_query_sees_changes_no_bit_of_a_decode(device, dims, page_size, new):
+    """Keys past the lengths and before every window, pages of nobody and new memory hold 0, then NaN."""
+    lengths, rows = (700, 0, 65, 1, 333), 2
+    for options in ({}, {"causal": True}, {"num_splits": 5}, {"batch_invariant": True}, {"window": (20, 9)},
+                    {"window": (300, 0), "num_splits": 3}):
+        left = options["window"][0] if "window" in options else max(lengths)
+        unseen = [min(n, max(0, n + new - rows - left)) for n in lengths]
+
+        def run(value, unseen=unseen, options=options):
+            torch.manual_seed(0)
+            arguments = half_cache(device, lengths, rows=rows, new=new, dims=dims, page_size=page_size,
+                                   leftpad=unseen, fill=value)
+            del arguments["leftpad"]
+            recycle(device, value)
+            return flashattn.decode(**latent(arguments) if dims == LATENT else arguments, **options,
+                                    return_lse=True)
+
+        results = run(0.0)
+        assert not any(t.isnan().any() for t in results)
+        same(run(NAN), results)
+
+
+INT_MAX, INT_MIN = 2**31 - 1, -2**31
+GARBAGE = {  # the last sequence is sound
+    "cache_seqlens": (INT_MIN, INT_MAX, 100, -1, 40),
+    "page_table": (INT_MIN, INT_MAX, 40, -1),
+    "cache_batch_idx": (INT_MIN, INT_MAX, 5, -1, 4),
+    "leftpad": (INT_MIN, INT_MAX, 41, -1, 3),
+    "cu_seqlens_q": (3, INT_MAX, -5, INT_MIN, 2, 10),
+}
+
+
+@pytest.mark.parametrize("new", [0, 2])
+@pytest.mark.parametrize("kind", GARBAGE)
+@pytest.mark.parametrize("dtype", [*HALF, torch.float32], ids=str)
+def test_garbage_leads_nowhere_else(device, dtype, kind, new):
+    """Lengths, pages, rows and offsets that are none.  Caches, out and the tables of the rotary lie inside
+    NaN, which stays as it is and comes into no result; the sound sequence has its bits."""
+    sound = cached(device, [64, 20, 63, 1, 40], rows=2, new=new, heads=(8, 2), dims=(64, 64), dtype=dtype,
+                   page_size=16 if kind == "page_table" else None, capacity=80, fill=0.0)
+    if kind == "cache_batch_idx":
+        sound[kind] = ints(device, 0, 1, 2, 3, 4)
+    elif kind == "leftpad":
+        sound[kind] = ints(device, 0, 0, 0, 0, 3)
+    elif kind == "cu_seqlens_q":
+        sound |= {n: sound[n].flatten(0, 1) for n in ("q", "k_new", "v_new") if n in sound}
+        sound |= {kind: ints(device, 0, 2, 4, 6, 8, 10), "max_seqlen_q": 2}
+    bands = {name: banded(sound[name]) for name in ("k_cache", "v_cache")}
+    arguments = sound | {name: inside for name, (_, inside) in bands.items()}
+    if kind == "page_table":
+        arguments[kind] = sound[kind].clone()
+        for i, page in enumerate(GARBAGE[kind]):
+            arguments[kind][i] = page
+    else:
+        arguments[kind] = ints(device, *GARBAGE[kind])
+    tables = torch.full((2, 84, 16), NAN, device=device)
+    tables[:, 2:-2] = torch.randn(2, 80, 16, device=device)
+    rotary = {"rotary_cos": tables[0, 2:-2], "rotary_sin": tables[1, 2:-2]}
+    before = {name: band.clone() for name, (band, _) in bands.items()}
+    for options in ({}, rotary, {"causal": True}, {"causal": True, **rotary}, {"window": (9, 0), **rotary},
+                    {"num_splits": 3}, {"batch_invariant": True}):
+        packs = kind == "cu_seqlens_q"
+        out_band, out = banded(torch.zeros_like(sound["q"].view(*((1, 10) if packs else (5, 2)), 8, 64)))
+        _, lse = flashattn.decode(**arguments, **options, out=out[0] if packs else out, return_lse=True)
+        assert out.isfinite().all() and not lse.isnan().any(), options
+        if "batch_invariant" in options and not new and not packs:
+            clean, clean_lse = caches.run(sound, **options)
+            assert_identical(out[4], clean[4], "out of the sound sequence")
+            assert_identical(lse[4], clean_lse[4], "lse of the sound sequence")
+        out.fill_(NAN)
+        assert out_band.isnan().all(), options
+        for name, (band, inside) in bands.items():
+            assert new or inside.equal(sound[name]), options
+            assert inside.isfinite().all(), options
+            inside.copy_(sound[name])
+            assert_identical(band, before[name], f"{name} {options}")
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256), LATENT], ids=str)
+@pytest.mark.parametrize("rows", [1, 3])
+def test_decode_of_one_sequence_has_the_bits_of_a_batch(device, dims, rows):
+    """In any batch, over any pages."""
+    lengths = [5000, 0, 65, 1, 2047, 129]
+    arguments = half_cache(device, lengths, rows=rows, new=rows, dims=dims, page_size=16)
+    if dims == LATENT:
+        arguments = latent(arguments)
+    options = {"causal": True, "batch_invariant": True}
+    of_each = ("q", "k_new", "v_new", "cache_seqlens", "page_table")
+    reading = {n: t for n, t in arguments.items() if n not in ("k_new", "v_new")}
+    for given, groups in ((arguments, ([0], [1], [2], [3], [4], [5], [5, 0])),
+                          (reading, ([0], [4], [5, 4, 3, 2, 1, 0] * 40))):
+        out, lse = caches.run(given, **options)
+        for chosen in groups:
+            some = {n: t[chosen] if n in of_each else t for n, t in given.items()}
+            ours, our_lse = caches.run(some, **options)
+            assert_identical(ours, out[chosen], f"out of {chosen}")
+            assert_identical(our_lse, lse[chosen], f"lse of {chosen}")
+
+
+@pytest.mark.parametrize("page_size", [None, 16])
+def test_decode_goes_to_the_current_stream(device, page_size):
+    """The inputs become right late, in a side stream; the append and its readers are there too."""
+    right = half_cache(device, [3000, 5, 64], rows=2, new=2, page_size=page_size)
+    wrong = {n: torch.zeros_like(t) for n, t in right.items()}
+    wanted_caches = {n: t.clone() for n, t in right.items()}
+    wanted = flashattn.decode(**wanted_caches, causal=True, return_lse=True)
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(200_000_000)  # cycles, 0.1 s
+        for name, t in wrong.items():
+            t.copy_(right[name])
+        results = flashattn.decode(**wrong, causal=True, return_lse=True)
+    torch.cuda.current_stream(device).wait_stream(stream)
+    same(results, wanted)
+    for name in ("k_cache", "v_cache"):
+        assert_identical(wrong[name], wanted_caches[name], name)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one CUDA device")
+def test_decode_on_another_device_than_the_current_one():
+    arguments = half_cache(torch.device("cuda:0"), [3000, 5, 64], new=1, page_size=16)
+    there = {n: t.to("cuda:1") for n, t in arguments.items()}
+    torch.cuda.synchronize(1)
+    before = torch.cuda.memory_allocated(0)
+    results = flashattn.decode(**there, return_lse=True)
+    assert torch.cuda.memory_allocated(0) == before and all(t.device.index == 1 for t in results)
+    same([t.to("cuda:0") for t in results], flashattn.decode(**arguments, return_lse=True))
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.parametrize("page_size", [None, 16, 64])
+def test_graph_of_decodes_with_other_contents(device, page_size, batch_invariant):
+    """Lengths and pages change between replays, to longer and shorter ones."""
+    arguments = half_cache(device, [700, 3, 64], rows=2, new=2, page_size=page_size, capacity=2048, fill=0.5)
+    table, lengths = arguments.get("page_table"), arguments["cache_seqlens"]
+    pages = len(arguments["k_cache"])
+    for name in ("k_cache", "v_cache"):
+        arguments[name].normal_()
+
+    def shuffle():
+        if table is not None:
+            table.copy_(torch.randperm(pages, device=device)[:table.numel()].view_as(table))
+
+    angles = torch.arange(2048, device=device)[:, None] * torch.rand(64, device=device)
+    arguments |= {"causal": True, "rotary_cos": angles.cos(), "rotary_sin": angles.sin(),
+                  "batch_invariant": batch_invariant, "return_lse": True}
+    shuffle()
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        flashattn.decode(**arguments)
+    torch.cuda.current_stream(device).wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="global"):
+        results = flashattn.decode(**arguments)
+    for contents in ((0, 0, 0), (2046, 2046, 2046), (1, 1000, 63), (2000, 0, 16)):
+        lengths.copy_(ints(device, *contents))
+        shuffle()
+        for name in ("q", "k_new", "v_new"):
+            arguments[name].normal_()
+        apart = {n: arguments[n].clone() for n in ("k_cache", "v_cache")}
+        graph.replay()
+        same(results, flashattn.decode(**arguments | apart))
+        for name, cache in apart.items():
+            assert_identical(arguments[name], cache, name)
+    assert not results[0].isnan().any()
+
+
+def test_no_decode_waits_for_the_device(device):
+    plain = half_cache(device, [300, 40], rows=2, new=2)
+    reading = {n: t for n, t in plain.items() if n not in ("k_new", "v_new")}
+    cos, sin = torch.randn(2, 400, 16, device=device)
+    calls = [plain, reading, reading | {"cache_seqlens": 40}, plain | {"cache_seqlens": 40},
+             half_cache(device, [300, 40], rows=2, new=2, page_size=16, leftpad=[1, 2]),
+             plain | {"rotary_cos": cos, "rotary_sin": sin, "causal": True}, reading | {"num_splits": 5},
+             caches.packed(plain, [0, 2, 3]), reading | {"batch_invariant": True, "window": (20, 0)},
+             reading | {"cache_batch_idx": ints(device, 1, 0)},
+             {n: t.float() if t.is_floating_point() else t for n, t in plain.items()}]
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for arguments in calls:
+            flashattn.decode(**arguments)
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
+DECODES = {  # lengths and the rest of half_cache, then options
+    "ragged": ((4000, 17, 900, 0, 2500), {"page_size": 16}, {}),
+    "one sequence": ((30_000,), {"rows": 2, "heads": (8, 1)}, {"causal": True}),
+    "append": ((4000, 1, 900), {"new": 1, "page_size": 64}, {"causal": True}),
+    "invariant": ((5000, 33), {"rows": 3}, {"batch_invariant": True}),
+    "splits": ((3000, 700), {"dims": (64, 64), "heads": (16, 16)}, {"num_splits": 7}),
+    "latent": ((2000, 333), {"dims": LATENT, "heads": (16, 1)}, {}),
+}
+
+
+def decode_of(device, kind):
+    """A call to repeat; an append writes the same each time."""
+    lengths, shape, options = DECODES[kind]
+    arguments = half_cache(device, lengths, **shape)
+    arguments = latent(arguments) if kind == "latent" else arguments
+    return functools.partial(flashattn.decode, **arguments, **options)
+
+
+@pytest.mark.parametrize("kind", DECODES)
+def test_a_decode_repeats_its_bits_a_thousand_times(device, kind):
+    call = decode_of(device, kind)
+    assert count_differences(call, call(return_lse=True), 1000) == 0
+
+
+@pytest.mark.parametrize("kind", DECODES)
+def test_graph_of_many_decodes_beside_eager_ones(device, kind):
+    """Splits are joined by whoever comes last, found by a counter, which must be the launch's own."""
+    call = decode_of(device, kind)
+    wanted = call(return_lse=True)
+    assert count_differences(call, wanted, 3) == 0
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(device)
+    with torch.cuda.graph(graph):
+        of_replay = count_differences(call, wanted, 40)
+    in_graph = torch.zeros_like(of_replay)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    eager = []
+    for _ in range(10):
+        graph.replay()
+        in_graph += of_replay
+        with torch.cuda.stream(stream):
+            eager.append(count_differences(call, wanted, 40))
+    torch.cuda.synchronize(device)
+    assert in_graph == 0 and sum(eager) == 0
+
+
+@large
+def test_cache_of_more_than_two_to_the_31_elements(device):
+    """Its last rows, read and appended to, against a small one; nothing else is touched."""
+    entries, index = 2**31 // (64 * 8 * 64) + 3, (-1, 1, -2)
+    near = half_cache(device, [60, 3, 63], new=1, heads=(16, 8), dims=(64, 64), capacity=64)
+    shape = (entries, *near["k_cache"].shape[1:])
+    assert math.prod(shape) > 2**31
+    far = {n: torch.empty(shape, dtype=near[n].dtype, device=device) for n in ("k_cache", "v_cache")}
+    for name, cache in far.items():
+        cache[list(index)] = near[name]
+    rows = ints(device, *(i % entries for i in index))
+    same(flashattn.decode(**near | far, cache_batch_idx=rows, return_lse=True),
+         flashattn.decode(**near, return_lse=True))
+    for name, cache in far.items():
+        assert_identical(cache[list(index)], near[name], name)
+
+
+@large
+@pytest.mark.parametrize("heads", [(2, 1), (8, 8)], ids=str)
+@pytest.mark.parametrize("page_size", [None, 2])
+def test_decode_of_many_sequences(device, heads, page_size):
+    """70,000, each of two keys: with q = 0 the answer is the mean of two values."""
+    batch, dtype = 70_000, half_dtype(device)
+    numbers = torch.arange(batch, device=device) % 100
+    v_cache = numbers.to(dtype)[:, None, None, None].repeat(1, 2, heads[1], 64)
+    v_cache[:, 1] += 2
+    options = {}
+    if page_size:
+        order = torch.randperm(batch, device=device)
+        v_cache, options = torch.empty_like(v_cache).index_copy_(0, order, v_cache), {
+            "page_table": order.int()[:, None]}
+    q = torch.zeros(batch, 1, heads[0], 64, dtype=dtype, device=device)
+    out, lse = flashattn.decode(q, torch.zeros_like(v_cache), v_cache, **options, return_lse=True)
+    assert out.equal((numbers + 1).to(dtype)[:, None, None, None].expand_as(out))
+    assert (lse - math.log(2)).abs().max() < 1e-5
+
+
+def test_decode_of_many_heads(device):
+    """70,000, of which seven share a KV head."""
+    numbers, dtype = torch.arange(10_000, device=device) % 100, half_dtype(device)
+    v_cache = numbers.to(dtype)[None, None, :, None].repeat(1, 2, 1, 64)
+    v_cache[:, 1] += 2
+    q = torch.zeros(1, 1, 70_000, 64, dtype=dtype, device=device)
+    out = flashattn.decode(q, torch.zeros_like(v_cache), v_cache)
+    assert out[0, 0].equal((numbers + 1).to(dtype).repeat_interleave(7)[:, None].expand_as(out[0, 0]))
+
+
+@large
+@pytest.mark.parametrize("page_size", [None, 16])
+def test_decode_of_many_keys(device, page_size):
+    """q = 0 and 2^22 + 2^10 keys of value 0 or 1: the share of ones, and the logarithm of the number."""
+    length, dtype = 2**22 + 2**10, half_dtype(device)
+    ones = (torch.arange(length, device=device) % 4 == 0).to(dtype)
+    v_cache = ones[None, :, None, None].repeat(1, 1, 2, 64)
+    options = {}
+    if page_size:
+        v_cache = v_cache.view(-1, page_size, 2, 64)
+        options["page_table"] = torch.randperm(len(v_cache), device=device).int()[None]
+    q = torch.zeros(1, 1, 8, 64, dtype=dtype, device=device)
+    out, lse = flashattn.decode(q, torch.zeros_like(v_cache), v_cache, **options, return_lse=True)
+    assert (out - 0.25).abs().max() < 1e-3 and (lse - math.log(length)).abs().max() < 1e-4

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import flashattn
+from caches import cached, packed, run
 from compare import assert_close_2x, assert_identical, check_decode
 from flashattn import reference
 from layouts import DISTINCT, around, laid_out
@@ -18,63 +19,6 @@ DTYPES = [F32, BF16, F16, F64]
 
 def ints(values, device):
     return torch.tensor(values, dtype=torch.int32, device=device)
-
-
-def cached(device, lengths, *, rows=1, new=0, heads=(4, 2), dims=(16, 16), dtype=F32, page_size=None,
-           leftpad=None, capacity=None, fill=math.nan):
-    """Arguments of a decode call.  The caches hold random keys [leftpad, length) and ``fill`` elsewhere.
-
-    Pages are shuffled, two of them belong to nobody, and table entries that no key needs are not page ids.
-    """
-    (heads_q, heads_k), (dim, dim_v), batch = heads, dims, len(lengths)
-    capacity = max(lengths, default=0) + new + 2 if capacity is None else capacity
-    if page_size is None:
-        shape, table = (batch, capacity), None
-    else:
-        width = -(-capacity // page_size)
-        shape = (batch * width + 2, page_size)
-        table = torch.randperm(shape[0])[: batch * width].view(batch, width).to(torch.int32)
-    k_cache = torch.full((*shape, heads_k, dim), fill, dtype=dtype)
-    v_cache = torch.full((*shape, heads_k, dim_v), fill, dtype=dtype)
-    for b, length in enumerate(lengths):
-        keys = torch.arange(leftpad[b] if leftpad else 0, length)
-        at = torch.full_like(keys, b), keys
-        if table is not None:
-            at = table[b, keys // page_size].long(), keys % page_size
-        k_cache[at] = torch.randn(len(keys), heads_k, dim, dtype=dtype)
-        v_cache[at] = torch.randn(len(keys), heads_k, dim_v, dtype=dtype)
-        if table is not None:
-            table[b, -(-(length + new) // page_size):] = (-1, 2**31 - 1)[b % 2]
-    arguments = {"q": torch.randn(batch, rows, heads_q, dim, dtype=dtype), "k_cache": k_cache,
-                 "v_cache": v_cache, "cache_seqlens": ints(lengths, "cpu")}
-    if new:
-        arguments |= {"k_new": torch.randn(batch, new, heads_k, dim, dtype=dtype),
-                      "v_new": torch.randn(batch, new, heads_k, dim_v, dtype=dtype)}
-    if table is not None:
-        arguments["page_table"] = table
-    if leftpad is not None:
-        arguments["leftpad"] = ints(leftpad, "cpu")
-    return {name: t.to(device) for name, t in arguments.items()}
-
-
-def run(arguments, **options):
-    """(out, lse) of flashattn.decode on copies of the caches."""
-    arguments = {name: t.clone() if name in ("k_cache", "v_cache") and t is not None else t
-                 for name, t in arguments.items()}
-    return flashattn.decode(**arguments, **options, return_lse=True)
-
-
-def packed(arguments, cu):
-    """The call with q, k_new and v_new packed: the first cu[b + 1] - cu[b] rows of sequence b, NaN around."""
-    total = cu[-1] + 2
-    result = arguments | {"cu_seqlens_q": ints(cu, arguments["q"].device)}
-    for name in ("q", "k_new", "v_new"):
-        if arguments.get(name) is not None:
-            dense = arguments[name]
-            result[name] = dense.new_full((total, *dense.shape[2:]), math.nan)
-            for b, (first, last) in enumerate(zip(cu, cu[1:])):
-                result[name][first:last] = dense[b, : last - first]
-    return result
 
 
 # Layouts and lengths ----------------------------------------------------------------------------------------
@@ -187,23 +131,27 @@ def test_70000_heads(device):
     assert torch.equal(out[0, 0, :, 0], numbers.repeat_interleave(7) + 1)
 
 
+@pytest.mark.xdist_group("large")
 def test_pages_beyond_32_bits(device):
     """Offsets over 2^32: 262,148 pages of 16,384 elements, K and V interleaved; 4 pages are touched."""
     pages, page_size, heads, dim = 262_148, 16, 8, 64
-    elements = pages * 2 * page_size * heads * dim
-    no_reserve = 0x4000                                       # MAP_NORESERVE: address space without memory
-    memory = mmap.mmap(-1, 2 * elements, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | no_reserve)
-    pool = torch.frombuffer(memory, dtype=F16).view(pages, 2, page_size, heads, dim)
-    table = ints([[pages - 1, pages - 3], [131_073, pages - 2]], "cpu")
-    small = torch.randn(2, 2, 2, page_size, heads, dim).to(F16)            # sequence, page, K or V
+    shape = pages, 2, page_size, heads, dim
+    if device.type == "cpu":
+        no_reserve = 0x4000                                   # MAP_NORESERVE: address space without memory
+        memory = mmap.mmap(-1, 2 * math.prod(shape), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | no_reserve)
+        pool = torch.frombuffer(memory, dtype=F16).view(shape)
+    else:
+        pool = torch.empty(shape, dtype=F16, device=device)
+    table = ints([[pages - 1, pages - 3], [131_073, pages - 2]], device)
+    small = torch.randn(2, 2, 2, page_size, heads, dim, device=device).to(F16)  # sequence, page, K or V
     pool[table.long()] = small
-    q, k_new, v_new = (torch.randn(2, 1, h, dim).to(F16) for h in (16, 8, 8))
-    common = {"q": q, "k_new": k_new, "v_new": v_new, "cache_seqlens": ints([30, 17], "cpu")}
+    q, k_new, v_new = (torch.randn(2, 1, h, dim, device=device).to(F16) for h in (16, 8, 8))
+    common = {"q": q, "k_new": k_new, "v_new": v_new, "cache_seqlens": ints([30, 17], device)}
     common |= {"return_lse": True}
     out, lse = flashattn.decode(k_cache=pool[:, 0], v_cache=pool[:, 1], page_table=table, **common)
 
     k_small, v_small = (t.flatten(0, 1).contiguous() for t in small.unbind(2))
-    near = ints([[0, 1], [2, 3]], "cpu")
+    near = ints([[0, 1], [2, 3]], device)
     expected = flashattn.decode(k_cache=k_small, v_cache=v_small, page_table=near, **common)
     assert_identical(out, expected[0], "out")
     assert_identical(lse, expected[1], "lse")
@@ -401,7 +349,7 @@ def test_packed_queries(page_size, append, cu, device):
     rows = max(b - a for a, b in zip(cu, cu[1:]))
     arguments = cached(device, [30, 0, 7, 16], rows=rows, new=rows if append else 0, page_size=page_size)
     for options in ({}, {"causal": True}, {"window": (5, 1)}, {"causal": True, "max_seqlen_q": rows + 3}):
-        out, lse, *_ = check_decode(**packed(arguments, cu), **options)
+        out, lse, *_ = check_decode(**packed(arguments, cu) | options)
         for outside in (slice(0, cu[0]), slice(cu[-1], None)):
             assert (out[outside] == 0).all() and (lse[:, outside] == -math.inf).all()
 
@@ -623,7 +571,8 @@ def test_batch_invariance(rows, dtype, page_size, device):
     reading = {n: t for n, t in arguments.items() if n not in ("k_new", "v_new")}
     alone, alone_lse = run(reading, **options)
     mixed = reading | {"q": torch.cat([long[0], *reading["q"][1:]]),
-                       "cu_seqlens_q": ints([0, *(rows + 40 + rows * n for n in range(6))], device)}
+                       "cu_seqlens_q": ints([0, *(rows + 40 + rows * n for n in range(6))], device),
+                       "max_seqlen_q": rows + 40}
     ours, our_lse = run(mixed, **options)
     assert_identical(ours[rows + 40:], alone[1:].flatten(0, 1), "out beside a long one")
     expected = alone_lse[1:].transpose(0, 1).flatten(1)

@@ -237,6 +237,8 @@ def build_decode(case: dict) -> tuple[tuple[torch.Tensor, ...], dict]:
 
     if case["packed"]:
         options["cu_seqlens_q"] = ints(before + sum(rows[:b]) for b in range(batch + 1))
+        if options["cu_seqlens_q"].is_cuda:
+            options["max_seqlen_q"] = max(rows, default=0)
     q = query_like(rows, heads, dim)
     if appends:
         options["k_new"] = query_like(fresh, kv_heads, dim)

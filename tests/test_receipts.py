@@ -86,11 +86,14 @@ def test_faults_are_read_from_a_sanitizers_log():
 def test_rows_are_read_from_the_results():
     tests = {"forward_sm80_f16_simt-all": "passed", "forward_sm80_f16_simt-causal window": "failed",
              "backward_sm80_f16_d64_64x64-causal window": "passed",
-             "backward_sm80_f16_d64_64x64-all": "skipped", "forward_sm75_f16_simt-all": "passed"}
+             "backward_sm80_f16_d64_64x64-all": "skipped", "forward_sm75_f16_simt-all": "passed",
+             "decode_sm80_f16_d64_16x64-pages": "passed", "decode_sm80_f16_simt-latent": "failed",
+             "decode_sm80_f16_simt-splits": "passed"}
     results = [{"test": f"tests/test_cuda.py::test_row[{name}]", "outcome": outcome}
                for name, outcome in tests.items()]
     assert run.outcomes_of_rows(results, "sm80") == {
-        "forward_sm80_f16_simt": "failed", "backward_sm80_f16_d64_64x64": "passed"}
+        "forward_sm80_f16_simt": "failed", "backward_sm80_f16_d64_64x64": "passed",
+        "decode_sm80_f16_d64_16x64": "passed", "decode_sm80_f16_simt": "failed"}
 
 
 def test_the_suite_is_there():

@@ -33,10 +33,9 @@ import _build  # noqa: E402  (by path: the package may not be compiled yet)
 
 sys.path.pop(0)
 SOURCES = ("common", "mma", "sm90", "any", "families", "params.h", "instance.h")  # of csrc/, and the rows
-SUITE = ("test_forward.py", "test_backward.py", "test_pairs.py", "test_regressions.py", "test_properties.py",
-         "test_errors.py", "test_torch.py", "test_extreme.py", "test_training.py", "test_cuda.py")
-# Names of tests that need decode kernels, which CUDA does not have yet.
-NOT_YET = ("decode", "pages", "cache_lengths", "two_appends", "fake_results", "generator_is_untouched")
+SUITE = ("test_forward.py", "test_backward.py", "test_decode.py", "test_pairs.py", "test_regressions.py",
+         "test_properties.py", "test_errors.py", "test_torch.py", "test_extreme.py", "test_training.py",
+         "test_generation.py", "test_cuda.py")
 TOOLS = ("memcheck", "synccheck", "initcheck", "racecheck")
 PARTS = ("build", "suite", *TOOLS)
 FAULT = re.compile(  # what a sanitizer found, and the next line, which may name the kernel
@@ -167,9 +166,8 @@ class Run:
 
     def suite(self, family: str, files: list[str], workers: int, card: int) -> subprocess.Popen:
         """Starts the tests on the kernels of one family."""
-        return self.pytest(
-            family, "-n", str(workers), "--dist", "loadgroup", "--family", family,
-            "-k", f"not ({' or '.join(NOT_YET)})", *(f"tests/{file}" for file in files), **first(card))
+        return self.pytest(family, "-n", str(workers), "--dist", "loadgroup", "--family", family,
+                           *(f"tests/{file}" for file in files), **first(card))
 
     def tested(self, family: str, files: list[str], child: subprocess.Popen) -> None:
         finished, results = self.results(family, child)

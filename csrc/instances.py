@@ -197,6 +197,7 @@ class MmaDecode(TensorCores):
     warp_keys: int  # that a key warp takes at a time
     stages: int  # tiles of a key warp, of K and V in turn
     min_blocks: int  # that must fit on a multiprocessor
+    value_columns: int = 0  # that a block has; 0: all
 
     @property
     def rows(self) -> int:
@@ -221,8 +222,8 @@ class MmaDecode(TensorCores):
 
     def unit(self) -> str:
         return self.unit_with("mma", {
-            "Arch": self.level, "HeadDim": self.head_dim, "HeadDimV": self.head_dim_v,
-            "RowBlocks": self.row_blocks, "RowWarps": self.row_warps, "KeyWarps": self.key_warps,
+            "Arch": self.level, "HeadDim": self.head_dim,
+            "HeadDimV": self.value_columns or self.head_dim_v, "RowBlocks": self.row_blocks, "RowWarps": self.row_warps, "KeyWarps": self.key_warps,
             "Keys": self.warp_keys,
             "Stages": self.stages, "MinBlocks": self.min_blocks}, {"General": True})
 
@@ -485,7 +486,7 @@ _SM75_TILES = (  # 64 KB of shared memory, no asynchronous copies
     ("backward", 64, 64, True, 64, 64, 8, 1, 1, 4, 4),
     ("backward", 128, 128, True, 32, 32, 4, 1, 1, 2, 2),
 )
-# head dims, row blocks, row warps, key warps, keys of a warp, stages, min_blocks.
+# head dims, row blocks, row warps, key warps, keys of a warp, stages, min_blocks, columns of V if not all.
 _SM80_DECODE = (
     (64, 64, 1, 1, 4, 32, 6, 2),
     (64, 64, 4, 2, 2, 32, 4, 2),
@@ -495,6 +496,8 @@ _SM80_DECODE = (
     (192, 128, 2, 1, 4, 16, 3, 2),
     (256, 256, 1, 1, 4, 16, 3, 2),
     (256, 256, 2, 4, 1, 16, 4, 2),
+    (576, 512, 2, 1, 4, 16, 2, 1, 256),
+    (576, 512, 2, 4, 1, 16, 4, 1, 256),
 )
 _SM75_DECODE = (
     (64, 64, 1, 1, 4, 16, 2, 2),

@@ -679,7 +679,7 @@ def test_what_no_query_sees_changes_no_bit_of_a_decode(device, dims, page_size, 
     lengths, rows = (700, 0, 65, 1, 333), 2
     for options in ({}, {"causal": True}, {"num_splits": 5}, {"batch_invariant": True}, {"window": (20, 9)},
                     {"window": (300, 0), "num_splits": 3}):
-        left = options["window"][0] if "window" in options else max(lengths)
+        left = options["window"][0] if "window" in options else max(lengths) + new
         unseen = [min(n, max(0, n + new - rows - left)) for n in lengths]
 
         def run(value, unseen=unseen, options=options):

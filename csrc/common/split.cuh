@@ -18,7 +18,7 @@ constexpr unsigned kLeastUnits = 2;  // of a share: less costs more in the merge
 
 // A tile whose parts must be merged, unless there are less than two of them.
 struct alignas(16) Merge {
-  int batch, head_k, row;  // its first row
+  int batch, head_k, row, column;  // its first row and column of V
   int parts;
   int64_t slot;  // of the first part
 };
@@ -30,6 +30,7 @@ struct Decode : DecodeParams {
   Divisor shares;                     // at most, if p.splits is 0
   int window_left;                    // that of the score, in 32 bits
   int most_tiles;                     // of a sequence
+  int chunks, chunk_columns;          // of V: a tile has some columns of it
   int64_t merges, slots;              // that the workspace has room for
   bool merge_by_tile;                 // or by share: whichever are fewer
   int rows_of_merge;                  // that a block of the merge takes at a time
@@ -53,7 +54,7 @@ struct SequenceWork {
     const int pad = static_cast<int>(first_unpadded(p, batch, k));
     first_key = first_key > pad ? first_key : pad;
     first_key = first_key < len_k ? first_key : len_k;
-    tiles_of_head = (len_q * static_cast<int>(p.group.value) + tile_rows - 1) / tile_rows;
+    tiles_of_head = (len_q * static_cast<int>(p.group.value) + tile_rows - 1) / tile_rows * p.chunks;
     units = (len_k + kUnitKeys - 1) / kUnitKeys - first_key / kUnitKeys;
     if (units == 0) units = 1;
   }
@@ -66,7 +67,7 @@ struct SequenceWork {
 // Keys of a tile that one block goes through.
 struct Part {
   int64_t batch, q_first;
-  int head_k, row;  // the tile's first row
+  int head_k, row, column;  // the tile's first row and column of V
   int len_q, len_k;
   int first, last;  // keys
   int64_t slot;     // where its result waits for the merge; -1: it is all of the tile
@@ -198,15 +199,24 @@ class BlockParts {
     if (threadIdx.x == 0 && index < p_.merges) merges_[index] = merge;
   }
 
-  __device__ static Part part_of(const Work& work, int64_t batch, int tile) {
-    const int head_k = work.tiles_of_head == 1 ? tile : tile / work.tiles_of_head;
-    return {batch,      work.q_first, head_k, (tile - head_k * work.tiles_of_head) * tile_rows,
-            work.len_q, work.len_k,   0,      0,
+  __device__ Part part_of(const Work& work, int64_t batch, int tile) const {
+    const int head_k = work.tiles_of_head == 1 ? tile : tile / work.tiles_of_head,
+              of_head = tile - head_k * work.tiles_of_head,
+              row = p_.chunks == 1 ? of_head : of_head / p_.chunks;
+    return {batch,
+            work.q_first,
+            head_k,
+            row * tile_rows,
+            (of_head - row * p_.chunks) * p_.chunk_columns,
+            work.len_q,
+            work.len_k,
+            0,
+            0,
             -1};
   }
 
   __device__ static Merge merge_of(const Part& part, int64_t parts, int64_t slot) {
-    return {static_cast<int>(part.batch), part.head_k, part.row, static_cast<int>(parts), slot};
+    return {static_cast<int>(part.batch), part.head_k, part.row, part.column, static_cast<int>(parts), slot};
   }
 
   __device__ bool only(Part& part) {

@@ -66,6 +66,7 @@ struct TileRows {
   const Decode& p;
   int64_t batch, q_first;
   int head_k, first, len_q;
+  int column, columns;  // the first of the tile's columns of V, and how many there are
 
   __device__ TileRows(const Decode& decode, const Part& part)
       : p(decode),
@@ -73,11 +74,14 @@ struct TileRows {
         q_first(part.q_first),
         head_k(part.head_k),
         first(part.row),
-        len_q(part.len_q) {}
+        len_q(part.len_q) {
+    take_columns(part.column);
+  }
   __device__ TileRows(const Decode& decode, const Merge& merge)
       : p(decode), batch(merge.batch), head_k(merge.head_k), first(merge.row) {
     const Sequence q = sequence(p.seqlen_q, batch);
     q_first = q.first, len_q = static_cast<int>(q.length);
+    take_columns(merge.column);
   }
 
   __device__ int query(int row) const { return static_cast<int>(p.group.divide(first + row)); }
@@ -92,11 +96,19 @@ struct TileRows {
     return static_cast<T*>(x.data) + batch * x.batch + (q_first + query(row)) * x.row + head(row) * x.head;
   }
   __device__ void store_lse(int row, float lse) const {
+    if (column > 0) return;  // another tile does
     *at<float>({p.lse.data, p.lse.batch, p.lse.row, p.lse.head}, row) = lse;
   }
+  __device__ uint16_t* out(int row) const { return at<uint16_t>(p.out, row) + column; }
   __device__ float sink(int row) const {  // -inf: none
     const PerHead& x = p.score.sink;
     return x.data ? load_number(x.data, x.dtype, head(row) * x.head) : -INFINITY;
+  }
+
+ private:
+  __device__ void take_columns(int from) {
+    column = from;
+    columns = min(static_cast<int>(p.head_dim_v) - from, p.chunk_columns);
   }
 };
 
@@ -367,7 +379,7 @@ __device__ inline void store_part(const TileRows& rows, const DecodeTiles<C>& ti
   }
   const RowResult result = finish_row(sum, reference, reference, slot < 0 ? rows.sink(row) : -INFINITY);
   const DecodeWorkspace<C> workspace(rows.p);
-  uint16_t* to = rows.at<uint16_t>(rows.p.out, row);
+  uint16_t* to = rows.out(row);
 #pragma unroll 1
   for (int column = thread * 4; column < C::kHeadDimV; column += kThreadsOfRow * 4) {
     float4 all{0, 0, 0, 0};
@@ -379,7 +391,7 @@ __device__ inline void store_part(const TileRows& rows, const DecodeTiles<C>& ti
       all.x += share * x.x, all.y += share * x.y, all.z += share * x.z, all.w += share * x.w;
     }
     if (slot < 0)
-      store_four<C>(to + column, all, static_cast<int>(rows.p.head_dim_v) - column);
+      store_four<C>(to + column, all, rows.columns - column);
     else
       *reinterpret_cast<float4*>(workspace.out_row(slot, row) + column) = all;
   }
@@ -404,8 +416,8 @@ __device__ inline void attend(const Decode& p, const Part& part) {
             row = warp % C::kRowWarps * Tiles::kWarpRows, lane = threadIdx.x % 32;
   const TileRows rows(p, part);
   const PartScores scores(rows, Tiles::kRows, part);
-  const CacheRows<const uint16_t> k_rows(p, p.k, part.batch, part.head_k),
-      v_rows(p, p.v, part.batch, part.head_k);
+  CacheRows<const uint16_t> k_rows(p, p.k, part.batch, part.head_k), v_rows(p, p.v, part.batch, part.head_k);
+  v_rows.base += rows.column;
   const int begin = scores.first / kUnitKeys * kUnitKeys + key_warp * C::kKeys,
             steps = scores.first < scores.last
                         ? (scores.last - scores.first / kUnitKeys * kUnitKeys + kStepKeys - 1) / kStepKeys
@@ -436,7 +448,7 @@ __device__ inline void attend(const Decode& p, const Part& part) {
       if constexpr (kAheadIsK)
         load_keys<C>(K{to}, k_rows, p, p.head_dim, p.chunks_k, key, scores.first, scores.last, lowest, place);
       else
-        load_keys<C>(V{to}, v_rows, p, p.head_dim_v, p.chunks_v, key, scores.first, scores.last, lowest,
+        load_keys<C>(V{to}, v_rows, p, rows.columns, p.chunks_v, key, scores.first, scores.last, lowest,
                      place);
     }
     commit_copies<C>();
@@ -578,7 +590,7 @@ __global__ void __launch_bounds__(kMergeThreads) merge_kernel(const __grid_const
       }
   }
   const float factor = total == 0 ? 0.f : ptx::rcp(total);
-  uint16_t* to = rows.at<uint16_t>(p.out, row);
+  uint16_t* to = rows.out(row);
 #pragma unroll
   for (int piece = 0; piece < kPieces; ++piece) {
     const int column = (piece * 32 + lane) * 4;
@@ -586,7 +598,7 @@ __global__ void __launch_bounds__(kMergeThreads) merge_kernel(const __grid_const
       store_four<C>(
           to + column,
           {factor * sum[piece].x, factor * sum[piece].y, factor * sum[piece].z, factor * sum[piece].w},
-          static_cast<int>(p.head_dim_v) - column);
+          rows.columns - column);
   }
   if (lane == 0) rows.store_lse(row, total == 0 ? -INFINITY : base + ptx::lg2(total) * kLn2);
 }

@@ -73,7 +73,9 @@ Decode divided(const DecodeParams& p) {
   Decode d{p};
   if (p.rotary.cos) d.q = p.q_rotated;
   const int64_t group = p.heads_q / p.heads_k;
-  const int64_t tiles = (p.seqlen_q.rows * group + kRows - 1) / kRows * p.heads_k,
+  d.chunk_columns = C::kHeadDimV;
+  d.chunks = std::max(1, static_cast<int>((p.head_dim_v + C::kHeadDimV - 1) / C::kHeadDimV));
+  const int64_t tiles = (p.seqlen_q.rows * group + kRows - 1) / kRows * d.chunks * p.heads_k,
                 units = std::max<int64_t>(1, (p.seqlen_k.rows + kUnitKeys - 1) / kUnitKeys);
   d.group = Divisor(static_cast<unsigned>(group));
   d.page_size = Divisor(static_cast<unsigned>(clamp(p.cache.page_size, 1, INT_MAX)));

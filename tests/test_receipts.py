@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+import test_cuda
 from receipts import run
 
 RECEIPTS = sorted(path for path in run.FOLDER.glob("*.json") if path != run.LEDGER)
@@ -94,6 +95,13 @@ def test_rows_are_read_from_the_results():
     assert run.outcomes_of_rows(results, "sm80") == {
         "forward_sm80_f16_simt": "failed", "backward_sm80_f16_d64_64x64": "passed",
         "decode_sm80_f16_d64_16x64": "passed", "decode_sm80_f16_simt": "failed"}
+
+
+def test_every_row_has_a_test():
+    assert {row.name for row in run.rows()} == {row.name for row in test_cuda.ROWS}
+    assert {row.op for row in test_cuda.ROWS} == set(run._build.instances().OPS)
+    for row in test_cuda.ROWS:
+        assert test_cuda.calls(row), row.name
 
 
 def test_the_suite_is_there():

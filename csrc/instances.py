@@ -223,8 +223,8 @@ class MmaDecode(TensorCores):
     def unit(self) -> str:
         return self.unit_with("mma", {
             "Arch": self.level, "HeadDim": self.head_dim,
-            "HeadDimV": self.value_columns or self.head_dim_v, "RowBlocks": self.row_blocks, "RowWarps": self.row_warps, "KeyWarps": self.key_warps,
-            "Keys": self.warp_keys,
+            "HeadDimV": self.value_columns or self.head_dim_v, "RowBlocks": self.row_blocks,
+            "RowWarps": self.row_warps, "KeyWarps": self.key_warps, "Keys": self.warp_keys,
             "Stages": self.stages, "MinBlocks": self.min_blocks}, {"General": True})
 
 

@@ -102,7 +102,8 @@ def least_instructions(row) -> dict[str, int]:
     if not hasattr(row, "warps"):
         return {}
     of_q, of_v = {"forward": (1, 1), "backward": (3, 2), "decode": (1, 1)}[row.op]
-    products = row.rows * row.keys * (of_q * row.head_dim + of_v * row.head_dim_v)
+    head_dim_v = getattr(row, "value_columns", 0) or row.head_dim_v
+    products = row.rows * row.keys * (of_q * row.head_dim + of_v * head_dim_v)
     if row.module == "sm75":
         return {"HMMA": products // (16 * 8 * 8 * row.warps), "LDSM": 1}
     return {"HMMA": products // (16 * 8 * 16 * row.warps), "LDSM": 1, "LDGSTS": 1}

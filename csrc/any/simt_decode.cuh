@@ -4,6 +4,7 @@
 #pragma once
 
 #include "any/simt_forward.cuh"
+#include "common/cache.cuh"
 
 namespace flashattn::any {
 
@@ -29,6 +30,30 @@ __device__ inline KeyRange keys_of_split(const DecodeParams& p, KeyRange range, 
   }
   first += split * keys;
   return {first < range.first ? range.first : first, smaller(range.last, first + keys)};
+}
+
+// Rows of a tile of keys in a cache, as in Rows.
+template <class E>
+struct CachedRows {
+  const void* const* rows;
+  int first, last;
+  bool aligned;
+
+  __device__ bool has(int row) const { return row >= first && row < last; }
+  __device__ const E* operator[](int row) const { return static_cast<const E*>(rows[row]); }
+  __device__ bool in_fours(int columns) const { return aligned && columns % 4 == 0; }
+};
+
+// Finds the rows.  A barrier has to follow, and nobody may read those before these any more.
+template <class E>
+__device__ inline CachedRows<E> cached_rows(const CacheRows<E>& cache, int64_t first_key, KeyRange range) {
+  const int first = rows_of_tile(range.first - first_key), last = rows_of_tile(range.last - first_key);
+  auto& rows = shared_tiles<Sum<E>>().rows;
+  for (int row = thread_index(); row < kTile; row += kThreads)  // instead of one that is not read: any
+    rows[row] = cache.at(first_key + clamp(row, first, last - 1));
+  const bool aligned = reinterpret_cast<uintptr_t>(cache.base) % alignof(Four<E>) == 0 &&
+                       cache.stride % 4 == 0 && cache.page_stride % 4 == 0;
+  return {rows, first, last, aligned};
 }
 
 // What the splits leave to the merge: out (split, row, head, column) and LSE (split, row, head), rows as in
@@ -82,8 +107,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks<Sum<E>>)
   attend(
       block, range,
       [&](const Tensor4& x, int64_t key) {
-        return CachedRows<E>{CacheRows<E>(p, x, view.batch, view.head_k), key,
-                             rows_of_tile(range.first - key), rows_of_tile(range.last - key)};
+        return cached_rows(CacheRows<E>(p, x, view.batch, view.head_k), key, range);
       },
       softmax, out);
 

@@ -81,15 +81,20 @@ __device__ inline Sum<E> finish_row(const View<E>& view, const Statistic& lse, i
 // What block `index` computes: under a causal mask, longest first.
 template <class E>
 struct ForwardBlock {
+  int64_t slice;
   int first_column;
-  int64_t slice, first_query;
   View<E> view;
+  int64_t first_query;
 
   __device__ ForwardBlock(const ForwardParams& p, int64_t index)
-      : first_column(static_cast<int>(index % chunk_count<Sum<E>>(p.head_dim_v)) * kChunk<Sum<E>>),
-        slice(index / chunk_count<Sum<E>>(p.head_dim_v)),
-        first_query((divide_up(p.seqlen_q.rows, kTile) - 1 - slice / (p.heads_q * p.batch)) * kTile),
-        view(p, slice / p.heads_q % p.batch, slice % p.heads_q) {}
+      : ForwardBlock(p, index, chunk_count<Sum<E>>(p.head_dim_v), divide_up(p.seqlen_q.rows, kTile)) {}
+
+ private:
+  __device__ ForwardBlock(const ForwardParams& p, int64_t index, int64_t chunks, int64_t tiles)
+      : slice(index / chunks),
+        first_column(static_cast<int>(index % chunks) * kChunk<Sum<E>>),
+        view(p, slice / p.heads_q % p.batch, slice % p.heads_q),
+        first_query((tiles - 1 - slice / (p.heads_q * p.batch)) * kTile) {}
 };
 
 // Adds the keys of a range to the softmax and to the weighted sums of a chunk; key_tile(x, key) are the rows

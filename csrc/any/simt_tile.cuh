@@ -5,7 +5,6 @@
 #include <cmath>
 
 #include "any/elements.cuh"
-#include "common/cache.cuh"
 #include "common/dropout.h"
 #include "common/mask.h"
 #include "common/shared_memory.cuh"
@@ -74,6 +73,7 @@ struct SharedTiles {
   T stage[2][kDepth<T> * kTile];  // A and B of scores, or rows that are weighted
   Query<T> queries[kTile];        // of the tile
   int weighted[kTile];            // has the column a weight that is not 0?
+  const void* rows[kTile];        // where the keys of a tile lie in a cache
 };
 
 template <class T>
@@ -147,23 +147,6 @@ struct Rows {
   // Is every four of columns aligned and whole?
   __device__ bool in_fours(int columns) const {
     return reinterpret_cast<uintptr_t>(row_0) % alignof(Four<E>) == 0 && stride % 4 == 0 && columns % 4 == 0;
-  }
-};
-
-// The same of keys in a cache.
-template <class E>
-struct CachedRows {
-  CacheRows<E> cache;
-  int64_t first_key;  // of the tile
-  int first, last;
-
-  __device__ bool has(int row) const { return row >= first && row < last; }
-  // Of a row that it has not: where one lies that it has.
-  __device__ E* operator[](int row) const { return cache.at(first_key + clamp(row, first, last - 1)); }
-
-  __device__ bool in_fours(int columns) const {
-    return reinterpret_cast<uintptr_t>(cache.base) % alignof(Four<E>) == 0 && cache.stride % 4 == 0 &&
-           cache.page_stride % 4 == 0 && columns % 4 == 0;
   }
 };
 

@@ -38,7 +38,10 @@ struct CacheRows {
 
   // Of a key of the sequence.
   __device__ CachePlace find(int64_t key) const {
-    return pages ? in_page(key / page_size, key % page_size) : CachePlace{0, key};
+    if (!pages) return {0, key};
+    // Unsigned: the signed division makes callers spill.
+    const auto page = static_cast<int64_t>(static_cast<uint64_t>(key) / static_cast<uint64_t>(page_size));
+    return in_page(page, key - page * page_size);
   }
   __device__ CachePlace find(int key, const Divisor& size) const {
     if (!pages) return {0, key};

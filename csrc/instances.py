@@ -290,14 +290,22 @@ class HopperBackward(Hopper):
     bulk_sums: bool  # dQ is added by the copy engine, otherwise by the threads
 
     @property
+    def halves(self) -> bool:
+        """Does a warpgroup take half the queries of a tile at a time?"""
+        return self.keys == 128 and self.head_dim + self.head_dim_v > 256
+
+    @property
     def query_columns(self) -> int:
         """Columns of dQ that a warpgroup computes at once."""
+        if self.halves:
+            return 32
         if self.keys == 64:
             return 64
         return self.head_dim // 2 if self.rows == 64 else self.head_dim
 
     def unit(self) -> str:
-        return self.unit_for({self.rows, self.head_dim, self.head_dim_v, self.query_columns}, {
+        rows = self.rows // 2 if self.halves else self.rows
+        return self.unit_for({rows, self.head_dim, self.head_dim_v, self.query_columns}, {
             "QueryStages": self.query_stages, "DOutStages": self.dout_stages,
             "StepsInTurn": self.steps_in_turn}, {"BulkSums": self.bulk_sums})
 
@@ -528,7 +536,7 @@ _SM90_BACKWARD = (
     ("backward", 64, 64, _MANY, 128, 128, 3, 2, 2, True),
     ("backward", 96, 96, _MANY, 128, 64, 3, 2, 3, True),
     ("backward", 128, 128, _MANY, 128, 64, 3, 3, 4, True),
-    ("backward", 192, 128, _MANY, 64, 64, 2, 2, 0, False),
+    ("backward", 192, 128, _MANY, 128, 64, 2, 3, 4, False),
     ("backward", 192, 192, _MANY, 64, 64, 2, 2, 0, False),
     ("backward", 256, 256, _MANY, 64, 64, 2, 2, 0, False),
     ("backward", 64, 64, _SCORES, 128, 64, 3, 3, 2, True),

@@ -13,84 +13,112 @@
 
 namespace flashattn::sm90 {
 
-// What a warpgroup does when each has 64 keys.
+template <bool first, class A, class B>
+__device__ inline auto& choose(A& a, B& b) {
+  if constexpr (first)
+    return a;
+  else
+    return b;
+}
+
+// What a warpgroup does when each has 64 keys.  Of a step it takes all queries, or one half after the other.
 template <class C>
 __device__ inline void differentiate_keys(const Backward& f, const BackwardShared<C>& shared, int warpgroup,
                                           int thread) {
   using Shared = BackwardShared<C>;
-  constexpr int kScores = C::kRows / 2, kLast = C::kHeadDimV / 16;
+  constexpr int kScores = Shared::kScoreRows / 2, kLast = C::kHeadDimV / 16, kHalves = Shared::kHalves,
+                kParts = Shared::kQueryParts;
+  static_assert(kParts == (kHalves == 1 ? 1 : 3), "one in the first half of a step, two in the second");
+  using Gradients = float[Shared::kQueryColumns / 2];
   constexpr bool kRoundEarly = C::kRows == 64;  // P under dP, if there are registers
   static_assert(kRoundEarly || !C::kGeneral, "s of a general row is not P");
   const int lane = thread % 32, warp = thread / 32, warp_key = warpgroup * 64 + warp * 16;
   const float scale = static_cast<float>(f.p.score.scale) * kLog2E;
   const QuerySums<C> sums{shared, f.queries != Queries::added, warpgroup, warp, lane};
-  const int part = Shared::kSplitRows ? 0 : warpgroup;  // of the columns of dQ
   const int steps = shared.block().steps;
   float dk[C::kHeadDim / 2], dv[C::kHeadDimV / 2], s[kScores], dp[kScores];
-  uint32_t p_operand[C::kRows / 16][4], ds_operand[C::kRows / 16][4];
+  uint32_t p_operand[kScores / 8][4], ds_operand[kScores / 8][4];
   clear(dk);
   clear(dv);
 
   const auto take_turn = [&] { ptx::bar_sync(kTurnBarrier + warpgroup, 256); };
   const auto pass_turn = [&] { ptx::bar_arrive(kTurnBarrier + (warpgroup ^ 1), 256); };
-  const auto multiply_dp = [&](int step) {  // dP^T = V dO^T, and the turn goes on before it ends
+  const auto multiply_dp = [&](int step, int row) {  // dP^T = V dO^T, and the turn goes on before it ends
     const auto dout = ring_at<C::kDOutStages>(step);
-    ptx::mbarrier_wait(shared.dout_full(dout.stage), dout.parity);
-    multiply_rows<C, C::kHeadDimV>(dp, shared.v(), warpgroup * 64, shared.dout(dout.stage), [&](int k) {
+    if (row == 0) ptx::mbarrier_wait(shared.dout_full(dout.stage), dout.parity);
+    multiply_rows<C, C::kHeadDimV>(dp, shared.v(), warpgroup * 64, shared.dout(dout.stage), row, [&](int k) {
       if (k == C::kStepsInTurn * 16) pass_turn();
     });
     if (C::kStepsInTurn >= kLast) pass_turn();
   };
-  const auto weigh_scores = [&](int step) {
-    weigh<C>(p_operand, s, f, shared, step, warp_key + lane / 4, scale, lane);
+  const auto weigh_scores = [&](int step, int row) {
+    weigh<C>(p_operand, s, f, shared, step, row, warp_key + lane / 4, scale, lane);
     if (kRoundEarly && !C::kGeneral) round_operand<C>(p_operand, s);
     hold_waits(s[kScores - 1]);
   };
-  const auto multiply_queries = [&](float (&dq)[Shared::kQueryColumns / 2], int step) {
+  const auto multiply_queries = [&](Gradients& dq, int step, int part) {
     const auto place = ring_at<Shared::kScoreStages>(step);
-    if (step >= 0) ptx::mbarrier_wait(shared.ds_full(place.stage), place.parity);
-    multiply_dq<C>(dq, shared, step, Shared::kSplitRows ? warpgroup * 64 : 0, shared.k_columns(part));
+    if (step >= 0 && part == 0) ptx::mbarrier_wait(shared.ds_full(place.stage), place.parity);
+    multiply_dq<C>(dq, shared, step, Shared::kSplitRows ? warpgroup * 64 : 0,
+                   shared.k_columns(Shared::first_column(warpgroup, part)));
+  };
+  const auto add_queries = [&](Gradients& dq, int step, int part) {
+    ptx::written_by_wgmma(dq);
+    if (step < 0) return;
+    const bool ends = part + 1 == kParts;
+    if (ends) arrive_once(shared.ds_empty(ring_at<Shared::kScoreStages>(step).stage), lane);
+    sums.add(dq, step, Shared::first_column(warpgroup, part), part == 0, ends);
   };
 
-  // Between two iterations no product is in flight, which ptxas would not follow: P of the step is in s and
+  // Between two iterations no product is in flight, which ptxas would not follow: P of the queries is in s and
   // p_operand, and dP is complete.
-  const auto iterate = [&](int step, auto last_step) {
-    constexpr bool kIsLast = decltype(last_step)::value;
-    score_gradient<C>(ds_operand, s, dp, shared, step, lane);
+  const auto iterate = [&](int step, auto half, auto last_step) {
+    constexpr int kHalf = decltype(half)::value, kRow = kHalf * Shared::kScoreRows;
+    constexpr bool kEndsStep = kHalf + 1 == kHalves, kIsLast = decltype(last_step)::value && kEndsStep;
+    constexpr int kNextRow = kEndsStep ? 0 : kRow + Shared::kScoreRows;
+    const int next_step = kEndsStep ? step + 1 : step;
+    score_gradient<C>(ds_operand, s, dp, shared, step, kRow, lane);
     if (!kRoundEarly) round_operand<C>(p_operand, s);
-    store_ds<C>(ds_operand, shared, step, warp_key, lane);
+    store_ds<C>(ds_operand, shared, step, kRow, warp_key, lane);
     take_turn();
-    float dq[Shared::kQueryColumns / 2];
-    multiply_queries(dq, step - 1);  // of nothing in the first step
+    Gradients own_dq, &dq = choose<kHalves == 1>(own_dq, s);  // few registers are left: S is dead
+    multiply_queries(dq, step - 1, kHalf);                  // of nothing in the first step
     const auto q = ring_at<C::kQueryStages>(step);
     const auto dout = ring_at<C::kDOutStages>(step);
-    add_product<C>(dv, p_operand, shared.dout(dout.stage));
-    add_product<C>(dk, ds_operand, shared.q(q.stage));
-    ptx::wgmma_wait_group<2>();
-    ptx::written_by_wgmma(dq);
-    if (step > 0) {
-      arrive_once(shared.ds_empty(ring_at<Shared::kScoreStages>(step - 1).stage), lane);
-      sums.add(dq, step - 1, part);
+    add_product<C>(dv, p_operand, shared.dout(dout.stage), kRow);
+    if constexpr (kHalf == 1) {
+      ptx::wgmma_wait_group<1>();
+      add_queries(dq, step - 1, 1);
+      multiply_queries(dq, step - 1, 2);
     }
+    add_product<C>(dk, ds_operand, shared.q(q.stage), kRow);
+    ptx::wgmma_wait_group<kHalf == 1 ? 1 : 2>();
+    add_queries(dq, step - 1, kHalf * 2);
     if constexpr (kIsLast) {
       if (warpgroup == 0) pass_turn();
       ptx::wgmma_wait_group<0>();
     } else {
-      multiply_scores<C>(s, shared, warpgroup * 64, step + 1);
+      multiply_scores<C>(s, shared, warpgroup * 64, next_step, kNextRow);
       ptx::wgmma_wait_group<1>();
     }
     ptx::written_by_wgmma(dv);
     ptx::written_by_wgmma(dk);
-    arrive_once(shared.dout_empty(dout.stage), lane);
-    arrive_once(shared.q_empty(q.stage), lane);
+    if (kEndsStep) {
+      arrive_once(shared.dout_empty(dout.stage), lane);
+      arrive_once(shared.q_empty(q.stage), lane);
+    }
     if constexpr (!kIsLast) {
-      multiply_dp(step + 1);
+      multiply_dp(next_step, kNextRow);
       ptx::wgmma_wait_group<1>();
       ptx::written_by_wgmma(s);
-      weigh_scores(step + 1);
+      weigh_scores(next_step, kNextRow);
       ptx::wgmma_wait_group<0>();
       ptx::written_by_wgmma(dp);
     }
+  };
+  const auto take_step = [&](int step, auto last_step) {
+    iterate(step, std::integral_constant<int, 0>{}, last_step);
+    if constexpr (kHalves == 2) iterate(step, std::integral_constant<int, 1>{}, last_step);
   };
 
   if (steps > 0) {
@@ -98,20 +126,22 @@ __device__ inline void differentiate_keys(const Backward& f, const BackwardShare
     ptx::mbarrier_wait(shared.k_full(), 0);
     multiply_scores<C>(s, shared, warpgroup * 64, 0);
     ptx::mbarrier_wait(shared.v_full(), 0);
-    multiply_dp(0);
+    multiply_dp(0, 0);
     ptx::wgmma_wait_group<1>();
     ptx::written_by_wgmma(s);
-    weigh_scores(0);
+    weigh_scores(0, 0);
     ptx::wgmma_wait_group<0>();
     ptx::written_by_wgmma(dp);
 #pragma unroll 1
-    for (int step = 0; step < steps - 1; ++step) iterate(step, std::false_type{});
-    iterate(steps - 1, std::true_type{});
-    float dq[Shared::kQueryColumns / 2];
-    multiply_queries(dq, steps - 1);
-    ptx::wgmma_wait_group<0>();
-    ptx::written_by_wgmma(dq);
-    sums.add(dq, steps - 1, part);
+    for (int step = 0; step < steps - 1; ++step) take_step(step, std::false_type{});
+    take_step(steps - 1, std::true_type{});
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+      Gradients dq;
+      multiply_queries(dq, steps - 1, part);
+      ptx::wgmma_wait_group<0>();
+      add_queries(dq, steps - 1, part);
+    }
     sums.finish();
     wait_for_readers<C>(shared, lane);  // both have read K
   }
@@ -133,7 +163,7 @@ __device__ inline void differentiate_values(const Backward& f, const BackwardSha
   clear(dv);
 
   const auto weigh_scores = [&](int step) {
-    weigh<C>(p_operand, s, f, shared, step, warp * 16 + lane / 4, scale, lane);
+    weigh<C>(p_operand, s, f, shared, step, 0, warp * 16 + lane / 4, scale, lane);
     arrive_once(shared.q_empty(ring_at<C::kQueryStages>(step).stage), lane);
     if (!C::kGeneral) round_operand<C>(p_operand, s);
   };
@@ -147,7 +177,7 @@ __device__ inline void differentiate_values(const Backward& f, const BackwardSha
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
       if (part + 1 < kParts)
-        multiply_dq<C>(dq[(part + 1) % 2], shared, step, 0, shared.k_columns(part + 1));
+        multiply_dq<C>(dq[(part + 1) % 2], shared, step, 0, shared.k_columns((part + 1) * Shared::kQueryColumns));
       else if (kMore)
         multiply_scores<C>(s, shared, 0, step + 2);
       if (part + 1 < kParts || kMore)
@@ -157,7 +187,7 @@ __device__ inline void differentiate_values(const Backward& f, const BackwardSha
       ptx::written_by_wgmma(dq[part % 2]);
       if (step < 0) continue;
       if (part + 1 == kParts) arrive_once(shared.ds_empty(place.stage), lane);
-      sums.add(dq[part % 2], step, part, part == 0, part + 1 == kParts);
+      sums.add(dq[part % 2], step, part * Shared::kQueryColumns, part == 0, part + 1 == kParts);
     }
   };
   const auto iterate = [&](int step, auto last_step) {
@@ -207,11 +237,11 @@ __device__ inline void differentiate_products(const Backward& f, const BackwardS
   const auto multiply_dp = [&](int step) {  // and P under it
     const auto dout = ring_at<C::kDOutStages>(step);
     ptx::mbarrier_wait(shared.dout_full(dout.stage), dout.parity);
-    multiply_rows<C, C::kHeadDimV>(dp, shared.v(), 0, shared.dout(dout.stage), [](int) {});
+    multiply_rows<C, C::kHeadDimV>(dp, shared.v(), 0, shared.dout(dout.stage), 0, [](int) {});
     ptx::wgmma_wait_group<1>();
     ptx::written_by_wgmma(s);
     uint32_t p_operand[C::kRows / 16][4];  // of the other warpgroup
-    weigh<C>(p_operand, s, f, shared, step, warp * 16 + lane / 4, scale, lane);
+    weigh<C>(p_operand, s, f, shared, step, 0, warp * 16 + lane / 4, scale, lane);
     hold_waits(s[kScores - 1]);
     ptx::wgmma_wait_group<0>();
     ptx::written_by_wgmma(dp);
@@ -219,8 +249,8 @@ __device__ inline void differentiate_products(const Backward& f, const BackwardS
   };
   const auto iterate = [&](int step, auto last_step) {
     constexpr bool kIsLast = decltype(last_step)::value;
-    score_gradient<C>(ds_operand, s, dp, shared, step, lane);
-    store_ds<C>(ds_operand, shared, step, warp * 16, lane);
+    score_gradient<C>(ds_operand, s, dp, shared, step, 0, lane);
+    store_ds<C>(ds_operand, shared, step, 0, warp * 16, lane);
     const auto q = ring_at<C::kQueryStages>(step);
     ptx::wgmma_fence();
     add_product<C>(dk, ds_operand, shared.q(q.stage));

@@ -87,17 +87,28 @@ struct BackwardShared {
   static_assert(kSplitKeys ? C::kRows == 64 || C::kRows == 128 : C::kKeys == 64 && C::kRows == 64, "");
   static constexpr int kWarpgroups = 2, kThreads = (kWarpgroups + 1) * 128, kWarps = 4 * kWarpgroups;
   static constexpr int kAlignment = 1024, kScoreStages = 2, kSteps = 6;
-  // dQ of a warpgroup: 64 rows and all columns, all rows and half the columns, or, when one computes all, 64
-  // columns at a time.
+  // Queries whose scores a warpgroup has at once: half a tile, if dK and dV leave no registers for more.
+  static constexpr int kScoreRows = kSplitKeys && C::kHeadDim + C::kHeadDimV > 256 ? 32 : C::kRows,
+                       kHalves = C::kRows / kScoreRows;
+  // dQ of a warpgroup: 64 rows and all columns, or all rows and half the columns, 32 at a time if a step has
+  // halves, or, when one computes all, 64 columns at a time.
   static constexpr bool kSplitRows = C::kRows == 128;
-  static constexpr int kQueryColumns = !kSplitKeys ? 64 : kSplitRows ? C::kHeadDim : C::kHeadDim / 2;
+  static constexpr int kOwnColumns = kSplitKeys && !kSplitRows ? C::kHeadDim / 2 : C::kHeadDim,
+                       kQueryColumns = !kSplitKeys    ? 64
+                                       : kHalves == 2 ? 32
+                                                      : kOwnColumns,
+                       kQueryParts = kOwnColumns / kQueryColumns;
+  __device__ static int first_column(int warpgroup, int part) {  // of a part of a warpgroup's dQ
+    return (kSplitRows ? 0 : warpgroup * kOwnColumns) + part * kQueryColumns;
+  }
   // Warps that write dS, and that add dQ.
   static constexpr int kScoreWarps = kSplitKeys ? kWarps : 4, kSumWarps = kScoreWarps,
                        kSumWarpgroups = kSumWarps / 4;
-  static_assert(kSplitKeys || !C::kBulkSums, "a warp that adds for a warpgroup takes one part of dQ a step");
+  static_assert(!C::kBulkSums || kSplitKeys && kHalves == 1,
+                "a warp that adds for a warpgroup takes one part of dQ a step");
   static constexpr int kSumBytes = C::kBulkSums ? kQueryColumns / 8 * 512 : 0;  // of a warp
   // The second half of K's columns begins within a slab: it is there once more, in a slab of its own.
-  static constexpr bool kShiftedSlab = kSplitKeys && !kSplitRows && kQueryColumns % 64 != 0;
+  static constexpr bool kShiftedSlab = kSplitKeys && !kSplitRows && kHalves == 1 && C::kHeadDim / 2 % 64 != 0;
   static constexpr int kStatisticsBytes = C::kRows * static_cast<int>(sizeof(float2));
   static constexpr int kShiftedPlace = K::kBytes, kValuePlace = kShiftedPlace + kShiftedSlab * Slab::kBytes;
   static constexpr int kQueryPlace = kValuePlace + V::kBytes,
@@ -115,9 +126,9 @@ struct BackwardShared {
            base = ptx::shared_address(shared_memory) + padding;
 
   __device__ K k() const { return {base}; }
-  __device__ Slab k_columns(int part) const {  // those of a part of dQ
-    if (kSplitRows) return {base};
-    return {base + part * (kShiftedSlab ? kShiftedPlace : K::kSlabBytes)};
+  __device__ Slab k_columns(int first) const {  // those of a part of dQ
+    if (kShiftedSlab) return {base + (first == 0 ? 0 : kShiftedPlace)};
+    return {base + first / 64 * K::kSlabBytes + (kQueryColumns < 64 ? first % 64 * 2 : 0)};
   }
   __device__ V v() const { return {base + kValuePlace}; }
   __device__ Q q(int stage) const { return {base + kQueryPlace + stage * Q::kBytes}; }
@@ -246,9 +257,9 @@ __device__ inline void produce_tiles(const Backward& f, const BackwardShared<C>&
     const uint32_t barrier = barrier_of(keys_cut, shared.k_full());
     if (lane == 0) {
       if constexpr (Shared::kShiftedSlab) {
-        const typename Shared::Slab slab = shared.k_columns(1);
+        const typename Shared::Slab slab = shared.k_columns(C::kHeadDim / 2);
         ptx::mbarrier_expect_tx(barrier, Shared::Slab::kBytes);
-        ptx::cp_async_bulk_tensor_load(slab.base, &f.k, barrier, ptx::kEvictFirst, Shared::kQueryColumns, 0,
+        ptx::cp_async_bulk_tensor_load(slab.base, &f.k, barrier, ptx::kEvictFirst, C::kHeadDim / 2, 0,
                                        block.k_first + block.key, block.head_k, key_batch);
       }
       load_tile(shared.k(), f.k, barrier, ptx::kEvictFirst, block.k_first + block.key, block.head_k,
@@ -257,7 +268,7 @@ __device__ inline void produce_tiles(const Backward& f, const BackwardShared<C>&
     if (!keys_cut) return;
     wait_for_landing();
     if constexpr (Shared::kShiftedSlab)
-      clear_rows_outside<C::kKeys>(shared.k_columns(1), first_key, last_key, lane);
+      clear_rows_outside<C::kKeys>(shared.k_columns(C::kHeadDim / 2), first_key, last_key, lane);
     clear_rows_outside<C::kKeys>(shared.k(), first_key, last_key, lane);
     fill(shared.k_full());
   };
@@ -346,6 +357,12 @@ __device__ inline void hide_queries(float (&s)[n], const VisibleKeys& visible, i
   }
 }
 
+// Where the statistics lie of the queries of a step from the row-th on.
+template <class C>
+__device__ inline uint32_t statistics_from(const BackwardShared<C>& shared, int step, int row) {
+  return shared.statistics(ring_at<C::kQueryStages>(step).stage) + row / 16 * StatisticsInQuads::kBytes;
+}
+
 // Calls f(e, statistic of the query) for each element e of a lane; `statistics` are those of lse or of delta.
 template <int n, class F>
 __device__ inline void each_score(uint32_t statistics, int lane, F f) {
@@ -385,20 +402,21 @@ __device__ inline void round_operand(uint32_t (&to)[n / 8][4], const float (&x)[
   for (int i = 0; i < n / 2; ++i) to[i / 4][i % 4] = ptx::cvt_pack<C::kDType>(x[2 * i], x[2 * i + 1]);
 }
 
-// Scores become weights.  In a general row s has them times the derivative of the softcap, as dS wants them,
+// Scores of the queries of a step from the row-th on become weights.  In a general row s has them times the derivative of the softcap, as dS wants them,
 // which needs no registers of its own, and p has them rounded.
 template <class C, int n>
 __device__ inline void weigh(uint32_t (&p)[n / 8][4], float (&s)[n], const Backward& f,
-                             const BackwardShared<C>& shared, int step, int key, float scale, int lane) {
+                             const BackwardShared<C>& shared, int step, int row, int key, float scale,
+                             int lane) {
   if (C::kGeneral && f.largest_tanh > 0)  // tanh, as in ScoreRows::modify
 #pragma unroll
     for (int e = 0; e < n; ++e) s[e] = 1 - 2 * ptx::rcp(1 + ptx::ex2(s[e] * f.cap_factor));
   const auto& of_step = shared.step(step);
   const KeyBlock& block = shared.block();
-  if (of_step.edge) hide_queries(s, block.visible, block.key + key, of_step.row, lane);
-  const uint32_t statistics = shared.statistics(ring_at<C::kQueryStages>(step).stage);
+  if (of_step.edge) hide_queries(s, block.visible, block.key + key, of_step.row + row, lane);
+  const uint32_t statistics = statistics_from(shared, step, row);
   if constexpr (C::kGeneral) {
-    const auto distance = static_cast<float>(of_step.row + lane % 4 * 2 + block.visible.len_k -
+    const auto distance = static_cast<float>(of_step.row + row + lane % 4 * 2 + block.visible.len_k -
                                              block.visible.len_q - block.key - key);
     float weight[n];
     each_score<n>(statistics, lane, [&](int e, float lse) {
@@ -422,33 +440,34 @@ __device__ inline void hold_waits(float x) {
 // Products dP become dS, rounded: the A operand of the product with Q.
 template <class C, int n>
 __device__ inline void score_gradient(uint32_t (&ds)[n / 8][4], const float (&s)[n], float (&dp)[n],
-                                      const BackwardShared<C>& shared, int step, int lane) {
-  each_score<n>(shared.statistics(ring_at<C::kQueryStages>(step).stage) + StatisticsInQuads::kDelta, lane,
+                                      const BackwardShared<C>& shared, int step, int row, int lane) {
+  each_score<n>(statistics_from(shared, step, row) + StatisticsInQuads::kDelta, lane,
                 [&](int e, float delta) { dp[e] = s[e] * (dp[e] - delta); });
   round_operand<C>(ds, dp);
 }
 
-// dS of 16 keys from `key` on, transposed back, for all who compute dQ.
+// dS of 16 keys from `key` on, transposed back, for all who compute dQ: the queries from `row` on.
 template <class C, int n>
 __device__ inline void store_ds(const uint32_t (&ds)[n][4], const BackwardShared<C>& shared, int step,
-                                int key, int lane) {
+                                int row, int key, int lane) {
   const auto place = ring_at<BackwardShared<C>::kScoreStages>(step);
-  ptx::mbarrier_wait(shared.ds_empty(place.stage), place.parity ^ 1);
+  if (row == 0) ptx::mbarrier_wait(shared.ds_empty(place.stage), place.parity ^ 1);
 #pragma unroll
   for (int k = 0; k < n; ++k)
     ptx::stmatrix_x4_trans(
-        shared.ds(place.stage).chunk(k * 16 + lane / 16 * 8 + lane % 8, key / 8 + lane / 8 % 2), ds[k][0],
+        shared.ds(place.stage).chunk(row + k * 16 + lane / 16 * 8 + lane % 8, key / 8 + lane / 8 % 2), ds[k][0],
         ds[k][1], ds[k][2], ds[k][3]);
   ptx::fence_proxy_async();
   __syncwarp();
-  arrive_once(shared.ds_full(place.stage), lane);
+  if (row + n * 16 == C::kRows) arrive_once(shared.ds_full(place.stage), lane);
 }
 
-// d (64 x n) = a b^T over `depth` columns of tiles with rows of k, asynchronously; before(k) comes before
-// each product.
+// d (64 x n) = a b^T over `depth` columns of tiles with rows of k, asynchronously, from `row` and `b_row` on;
+// before(k) comes before each product.
 template <class C, int depth, class A, class B, int n, class F>
-__device__ inline void multiply_rows(float (&d)[n], const A& a, int row, const B& b, F before) {
-  const uint64_t a_rows = recomputed(a).rows_of_k(row), b_rows = b.rows_of_k(0);
+__device__ inline void multiply_rows(float (&d)[n], const A& a, int row, const B& b, int b_row,
+                                     F before) {
+  const uint64_t a_rows = recomputed(a).rows_of_k(row), b_rows = b.rows_of_k(b_row);
   ptx::wgmma_fence();
 #pragma unroll
   for (int k = 0; k < depth; k += 16) {
@@ -458,21 +477,22 @@ __device__ inline void multiply_rows(float (&d)[n], const A& a, int row, const B
   ptx::wgmma_commit_group();
 }
 
-// Scores S^T = K Q^T of 64 keys from `key` on with the queries of a step, asynchronously.
+// Scores S^T = K Q^T of 64 keys from `key` on with the queries of a step from the row-th on, asynchronously.
 template <class C, int n>
-__device__ inline void multiply_scores(float (&s)[n], const BackwardShared<C>& shared, int key, int step) {
+__device__ inline void multiply_scores(float (&s)[n], const BackwardShared<C>& shared, int key, int step,
+                                       int row = 0) {
   const auto q = ring_at<C::kQueryStages>(step);
-  ptx::mbarrier_wait(shared.q_full(q.stage), q.parity);
-  multiply_rows<C, C::kHeadDim>(s, shared.k(), key, shared.q(q.stage), [](int) {});
+  if (row == 0) ptx::mbarrier_wait(shared.q_full(q.stage), q.parity);
+  multiply_rows<C, C::kHeadDim>(s, shared.k(), key, shared.q(q.stage), row, [](int) {});
 }
 
-// d (64 x n) += a b, a in registers and b a tile with rows of k, asynchronously.
+// d (64 x n) += a b, a in registers and b rows of k of a tile from `row` on, asynchronously.
 template <class C, class B, int n, int depth>
-__device__ inline void add_product(float (&d)[n], const uint32_t (&a)[depth][4], const B& b) {
+__device__ inline void add_product(float (&d)[n], const uint32_t (&a)[depth][4], const B& b, int row = 0) {
   const uint64_t columns = b.columns_of_n();
 #pragma unroll
   for (int k = 0; k < depth; ++k)
-    Wgmma<C::kDType, 2 * n>::template rs<1>(d, a[k], columns + B::row_step(k * 16), 1);
+    Wgmma<C::kDType, 2 * n>::template rs<1>(d, a[k], columns + B::row_step(row + k * 16), 1);
   ptx::wgmma_commit_group();
 }
 
@@ -502,19 +522,20 @@ template <class C>
 struct QuerySums {
   using Shared = BackwardShared<C>;
   using Workspace = BackwardWorkspace<C>;
-  static constexpr int kBlocks = Shared::kQueryColumns / 8;
 
   const Shared& shared;
   bool with_another;
   int warpgroup, warp, lane;  // warp of the warpgroup
 
-  // Columns of part `part`, the first of a step if `first`, and the last one if `last`.
-  __device__ void add(const float (&dq)[Shared::kQueryColumns / 2], int number, int part, bool first = true,
+  // Columns from `column` on, the first of a step if `first`, and the last ones if `last`.
+  template <int n>
+  __device__ void add(const float (&dq)[n], int number, int column, bool first = true,
                       bool last = true) const {
+    constexpr int kBlocks = n / 4;
     const Step& step = shared.step(number);
     if (!C::kBulkSums) {
       if (with_another && first) ptx::bar_sync(kMayAddBarrier + warpgroup, kKeptThreads);
-      float* sums = sums_of(step, warp, part);
+      float* sums = sums_of(step, warp, column);
       if (counts(step, warp))
 #pragma unroll
         for (int j = 0; j < kBlocks; ++j)
@@ -538,13 +559,13 @@ struct QuerySums {
     if (with_another)
       ptx::bar_arrive(kSumsBarrier + warpgroup, kKeptThreads);
     else if (lane == 0)
-      start_adding(step, warp, part);
+      start_adding(step, warp, column);
   }
 
   // What a warp of the warpgroup has written; one lane calls it.
-  __device__ void start_adding(const Step& step, int warp_, int part) const {
+  __device__ void start_adding(const Step& step, int warp_, int column) const {
     if (!counts(step, warp_)) return;
-    ptx::cp_reduce_async_bulk_add(sums_of(step, warp_, part), shared.sums(warpgroup * 4 + warp_),
+    ptx::cp_reduce_async_bulk_add(sums_of(step, warp_, column), shared.sums(warpgroup * 4 + warp_),
                                   Shared::kSumBytes);
     ptx::cp_async_bulk_commit_group();
   }
@@ -557,9 +578,9 @@ struct QuerySums {
  private:
   __device__ int row_block(int warp_) const { return (Shared::kSplitRows ? warpgroup * 4 : 0) + warp_; }
   __device__ bool counts(const Step& step, int warp_) const { return row_block(warp_) * 16 < step.rows_left; }
-  __device__ float* sums_of(const Step& step, int warp_, int part) const {
+  __device__ float* sums_of(const Step& step, int warp_, int column) const {
     return static_cast<float*>(step.dq) +
-           (row_block(warp_) * Workspace::kColumnBlocks + part * kBlocks) * Workspace::kBlock;
+           (row_block(warp_) * Workspace::kColumnBlocks + column / 8) * Workspace::kBlock;
   }
 };
 
@@ -608,7 +629,7 @@ __device__ inline void keep_turns(const Backward& f, const BackwardShared<C>& sh
     if (C::kBulkSums && lane == 0) {
 #pragma unroll 1
       for (int warp = 0; warp < 4; ++warp)
-        sums.start_adding(shared.step(step), warp, Shared::kSplitRows ? 0 : warpgroup);
+        sums.start_adding(shared.step(step), warp, Shared::first_column(warpgroup, 0));
       ptx::cp_async_bulk_wait_group_read();
     }
     __syncwarp();
@@ -627,7 +648,7 @@ __device__ inline void store_queries(const Backward& f, const BackwardShared<C>&
   constexpr int kBlocks = Shared::kQueryColumns / 8;
   const float scale = static_cast<float>(f.p.score.scale);
   const int first_row = Shared::kSplitRows ? warpgroup * 64 : 0,
-            first_column = Shared::kSplitRows ? 0 : warpgroup * Shared::kQueryColumns;
+            first_column = Shared::first_column(warpgroup, 0);
 #pragma unroll 1
   for (int number = 0; number < shared.block().steps; ++number) {
     ptx::bar_arrive(kMayAddBarrier + warpgroup, kKeptThreads);

@@ -64,7 +64,7 @@ def test_every_instruction_is_emulated():
 
 FORWARD, BACKWARD = (rf"{op}_sm80_bf16_d64_\d+x\d+" for op in ("forward", "backward"))
 HOPPER = "forward_sm90_bf16_d64_192x128"
-WIDE_BACKWARD = r"backward_sm90_bf16_d192v128_\d+x\d+"
+WIDE_BACKWARD = r"backward_sm90_bf16_d192_\d+x\d+"
 HOPPER_BACKWARD = r"backward_sm90_bf16_d128_\d+x\d+"
 HOPPER_GENERAL = r"backward_sm90_bf16_d64_\d+x\d+_general"
 DECODE, DECODE_MANY = "decode_sm80_bf16_d64_8x128", "decode_sm80_bf16_d64_64x64"
@@ -168,8 +168,8 @@ FAULTS = {  # name: rows, file, text, the text that replaces it
     "sums for which nobody's turn comes": (
         HOPPER_BACKWARD, "sm90/backward_block.cuh", "  }\n  pass_on(turn);", "  }"),
     "turns that are counted from another block": (
-        HOPPER_BACKWARD, "sm90/backward_block.cuh", "min(row + C::kRows, block.visible.len_q) - 1;",
-        "min(row + 2 * C::kRows, block.visible.len_q) - 1;"),
+        HOPPER_BACKWARD, "sm90/backward_block.cuh", "block.visible.first(place.row) / C::kKeys;",
+        "block.visible.first(place.row + 2 * C::kRows) / C::kKeys;"),
     "a softcap without its derivative": (
         HOPPER_GENERAL, "sm90/backward_block.cuh", "weight[e] * fmaf(-tanh, tanh, 1.f)", "weight[e]"),
     "ALiBi of the first head": (

@@ -70,8 +70,8 @@ __device__ inline void differentiate_keys(const Backward& f, const BackwardShare
     sums.add(dq, step, Shared::first_column(warpgroup, part), part == 0, ends);
   };
 
-  // Between two iterations no product is in flight, which ptxas would not follow: P of the queries is in s and
-  // p_operand, and dP is complete.
+  // Between two iterations no product is in flight, which ptxas would not follow: P of the queries is in s
+  // and p_operand, and dP is complete.
   const auto iterate = [&](int step, auto half, auto last_step) {
     constexpr int kHalf = decltype(half)::value, kRow = kHalf * Shared::kScoreRows;
     constexpr bool kEndsStep = kHalf + 1 == kHalves, kIsLast = decltype(last_step)::value && kEndsStep;
@@ -82,7 +82,7 @@ __device__ inline void differentiate_keys(const Backward& f, const BackwardShare
     store_ds<C>(ds_operand, shared, step, kRow, warp_key, lane);
     take_turn();
     Gradients own_dq, &dq = choose<kHalves == 1>(own_dq, s);  // few registers are left: S is dead
-    multiply_queries(dq, step - 1, kHalf);                  // of nothing in the first step
+    multiply_queries(dq, step - 1, kHalf);                    // of nothing in the first step
     const auto q = ring_at<C::kQueryStages>(step);
     const auto dout = ring_at<C::kDOutStages>(step);
     add_product<C>(dv, p_operand, shared.dout(dout.stage), kRow);
@@ -177,7 +177,8 @@ __device__ inline void differentiate_values(const Backward& f, const BackwardSha
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
       if (part + 1 < kParts)
-        multiply_dq<C>(dq[(part + 1) % 2], shared, step, 0, shared.k_columns((part + 1) * Shared::kQueryColumns));
+        multiply_dq<C>(dq[(part + 1) % 2], shared, step, 0,
+                       shared.k_columns((part + 1) * Shared::kQueryColumns));
       else if (kMore)
         multiply_scores<C>(s, shared, 0, step + 2);
       if (part + 1 < kParts || kMore)
@@ -294,7 +295,8 @@ __global__ void __launch_bounds__(BackwardShared<C>::kThreads, 1)
   __syncthreads();  // the block is described, and its barriers are there
   if (shared.block().steps < 0) return;
   // What the block is launched with, 168 a thread, is divided again.
-  constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
+  constexpr int kProducerRegisters = 24, kConsumerRegisters = 240,
+                kAdders = BackwardShared<C>::kSumWarpgroups;
   static_assert(kProducerRegisters + 2 * kConsumerRegisters == 3 * 168);
   if (warpgroup == 0) {
     ptx::setmaxnreg_dec<kProducerRegisters>();
@@ -302,11 +304,11 @@ __global__ void __launch_bounds__(BackwardShared<C>::kThreads, 1)
     if (shared.block().steps > 0) {
       if (warp == 0)
         produce_tiles<C>(f, shared, lane);
-      else if (warp > BackwardShared<C>::kSumWarpgroups)
-        return;
-      else if (f.queries == Queries::added_in_turn)
+      else if (f.queries == Queries::added_in_turn && warp == kAdders + 1)
+        await_turns<C>(f, shared, lane);
+      else if (f.queries == Queries::added_in_turn && warp <= kAdders)
         keep_turns<C>(f, shared, warp - 1, lane);
-      else if (C::kBulkSums && f.queries == Queries::stored)
+      else if (C::kBulkSums && f.queries == Queries::stored && warp <= kAdders)
         store_queries<C>(f, shared, warp - 1, lane);
     }
   } else {

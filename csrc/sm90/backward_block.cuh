@@ -9,14 +9,12 @@
 namespace flashattn::sm90 {
 
 // Which keys of which KV head a block owns: TileOrder (common/scheduler.h), divided by numbers that the host
-// knows.  The first keys of a head, which most queries see when causal, come first, or last when dQ is
-// summed in a fixed order.
+// knows.  The first keys of a head, which most queries see when causal, come first.
 struct KeyOrder {
   Divisor section, tiles_of_section;  // KV heads whose tiles are mixed
   Divisor heads;                      // of a sequence
   int last_section, all_heads;        // the last section has the heads that are left, too
   int group;                          // query heads of a KV head
-  int first_tile, next_tile;          // of a head: which one comes first, and how far away the next one is
 
   struct Place {
     int head, tile;
@@ -26,7 +24,7 @@ struct KeyOrder {
                    first = index * section.value, members = index < last ? section.value : all_heads - first,
                    rest = block - index * tiles_of_section.value;
     const unsigned tile = members == section.value ? section.divide(rest) : rest / members;
-    return {static_cast<int>(first + rest - tile * members), first_tile + static_cast<int>(tile) * next_tile};
+    return {static_cast<int>(first + rest - tile * members), static_cast<int>(tile)};
   }
 };
 
@@ -61,6 +59,25 @@ struct SlopedStep : Step {
   float slope;  // -slope of ALiBi in log2 units
 };
 
+// Which tile of queries comes in a step, and of which head of the group.  Tile after tile of a head; but the
+// last tile first, of all heads, when blocks add in turn (docs/sm90_backward.md).
+template <int rows>
+struct StepPlace {
+  bool in_turn;
+  int row, head = 0;
+
+  __device__ StepPlace(const Backward& f, const KeyBlock& block)
+      : in_turn(f.queries == Queries::added_in_turn),
+        row(in_turn ? (block.rows.last - 1) / rows * rows : block.first_row) {}
+  __device__ void advance(const Backward& f, const KeyBlock& block) {
+    if (in_turn) {
+      if (++head == f.order.group) head = 0, row -= rows;
+    } else if ((row += rows) >= block.rows.last) {
+      row = block.first_row, ++head;
+    }
+  }
+};
+
 // Statistics of 16 rows: those of lse, then those of delta, each in the order in which the four lanes of a
 // quad hold the columns of a transposed score tile.
 struct StatisticsInQuads {
@@ -86,7 +103,7 @@ struct BackwardShared {
   static constexpr bool kSplitKeys = C::kKeys == 128;  // or warpgroups differ in what they multiply
   static_assert(kSplitKeys ? C::kRows == 64 || C::kRows == 128 : C::kKeys == 64 && C::kRows == 64, "");
   static constexpr int kWarpgroups = 2, kThreads = (kWarpgroups + 1) * 128, kWarps = 4 * kWarpgroups;
-  static constexpr int kAlignment = 1024, kScoreStages = 2, kSteps = 6;
+  static constexpr int kAlignment = 1024, kScoreStages = 2, kTurnStages = 2, kSteps = 6;
   // Queries whose scores a warpgroup has at once: half a tile, if dK and dV leave no registers for more.
   static constexpr int kScoreRows = kSplitKeys && C::kHeadDim + C::kHeadDimV > 256 ? 32 : C::kRows,
                        kHalves = C::kRows / kScoreRows;
@@ -104,8 +121,7 @@ struct BackwardShared {
   // Warps that write dS, and that add dQ.
   static constexpr int kScoreWarps = kSplitKeys ? kWarps : 4, kSumWarps = kScoreWarps,
                        kSumWarpgroups = kSumWarps / 4;
-  static_assert(!C::kBulkSums || kSplitKeys && kHalves == 1,
-                "a warp that adds for a warpgroup takes one part of dQ a step");
+  static_assert(kSplitKeys || !C::kBulkSums, "there is no place for a warp's sums");
   static constexpr int kSumBytes = C::kBulkSums ? kQueryColumns / 8 * 512 : 0;  // of a warp
   // The second half of K's columns begins within a slab: it is there once more, in a slab of its own.
   static constexpr bool kShiftedSlab = kSplitKeys && !kSplitRows && kHalves == 1 && C::kHeadDim / 2 % 64 != 0;
@@ -119,7 +135,7 @@ struct BackwardShared {
                        kStepPlace = kStatisticsPlace + C::kQueryStages * kStatisticsBytes,
                        kBlockPlace = kStepPlace + kSteps * static_cast<int>(sizeof(OwnStep));
   static constexpr int kBarrierPlace = kBlockPlace + (static_cast<int>(sizeof(KeyBlock)) + 7) / 8 * 8;
-  static constexpr int kBarriers = 4 + 2 * (C::kQueryStages + C::kDOutStages + kScoreStages);
+  static constexpr int kBarriers = 4 + 2 * (C::kQueryStages + C::kDOutStages + kScoreStages + kTurnStages);
   static constexpr int kBytes = kAlignment + kBarrierPlace + kBarriers * 8;
 
   uint32_t padding = -ptx::shared_address(shared_memory) % kAlignment,
@@ -149,6 +165,7 @@ struct BackwardShared {
 
   // full: the copy engine has filled the tile, or the warps have written dS.
   // empty: the warps are done with it.
+  // turn: that of a step has come, and those who add know it.
   __device__ uint32_t k_full() const { return barrier(0); }
   __device__ uint32_t v_full() const { return barrier(1); }
   __device__ uint32_t landed() const { return barrier(2); }     // what the producer changes before it is full
@@ -158,9 +175,13 @@ struct BackwardShared {
   __device__ uint32_t ds_full(int stage) const {
     return barrier(4 + C::kQueryStages + C::kDOutStages + stage);
   }
+  __device__ uint32_t turn_full(int stage) const {
+    return barrier(4 + C::kQueryStages + C::kDOutStages + kScoreStages + stage);
+  }
   __device__ uint32_t q_empty(int stage) const { return q_full(stage) + kEmpty; }
   __device__ uint32_t dout_empty(int stage) const { return dout_full(stage) + kEmpty; }
   __device__ uint32_t ds_empty(int stage) const { return ds_full(stage) + kEmpty; }
+  __device__ uint32_t turn_empty(int stage) const { return turn_full(stage) + kEmpty; }
 
   __device__ void init_barriers() const {
     ptx::mbarrier_init(k_full(), 1), ptx::mbarrier_init(v_full(), 1), ptx::mbarrier_init(landed(), 1);
@@ -171,11 +192,13 @@ struct BackwardShared {
       ptx::mbarrier_init(dout_full(i), 1), ptx::mbarrier_init(dout_empty(i), kWarps);
     for (int i = 0; i < kScoreStages; ++i)
       ptx::mbarrier_init(ds_full(i), kScoreWarps), ptx::mbarrier_init(ds_empty(i), kSumWarps);
+    for (int i = 0; i < kTurnStages; ++i)
+      ptx::mbarrier_init(turn_full(i), 1), ptx::mbarrier_init(turn_empty(i), kSumWarpgroups);
     ptx::fence_mbarrier_init();
   }
 
  private:
-  static constexpr int kEmpty = (C::kQueryStages + C::kDOutStages + kScoreStages) * 8;
+  static constexpr int kEmpty = (C::kQueryStages + C::kDOutStages + kScoreStages + kTurnStages) * 8;
   __device__ uint32_t barrier(int index) const { return base + kBarrierPlace + index * 8; }
 };
 
@@ -283,9 +306,10 @@ __device__ inline void produce_tiles(const Backward& f, const BackwardShared<C>&
   };
 
   load_keys();
-  int row = block.first_row, head = block.first_head;
+  StepPlace<C::kRows> place(f, block);
 #pragma unroll 1
-  for (int step = 0; step < block.steps; ++step) {
+  for (int step = 0; step < block.steps; ++step, place.advance(f, block)) {
+    const int row = place.row, head = block.first_head + place.head;
     const int first = block.rows.first - row, last = block.rows.last - row;  // that count
     const bool cut = first > 0 || last < C::kRows;
     const auto q = ring_at<C::kQueryStages>(step);
@@ -334,8 +358,6 @@ __device__ inline void produce_tiles(const Backward& f, const BackwardShared<C>&
       clear_rows_outside<C::kRows>(shared.dout(dout.stage), first, last, lane);
       fill(shared.dout_full(dout.stage));
     }
-    row += C::kRows;
-    if (row >= block.rows.last) row = block.first_row, ++head;
   }
 }
 
@@ -402,8 +424,8 @@ __device__ inline void round_operand(uint32_t (&to)[n / 8][4], const float (&x)[
   for (int i = 0; i < n / 2; ++i) to[i / 4][i % 4] = ptx::cvt_pack<C::kDType>(x[2 * i], x[2 * i + 1]);
 }
 
-// Scores of the queries of a step from the row-th on become weights.  In a general row s has them times the derivative of the softcap, as dS wants them,
-// which needs no registers of its own, and p has them rounded.
+// Scores of the queries of a step from the row-th on become weights.  In a general row s has them times the
+// derivative of the softcap, as dS wants them, which needs no registers of its own, and p has them rounded.
 template <class C, int n>
 __device__ inline void weigh(uint32_t (&p)[n / 8][4], float (&s)[n], const Backward& f,
                              const BackwardShared<C>& shared, int step, int row, int key, float scale,
@@ -455,8 +477,8 @@ __device__ inline void store_ds(const uint32_t (&ds)[n][4], const BackwardShared
 #pragma unroll
   for (int k = 0; k < n; ++k)
     ptx::stmatrix_x4_trans(
-        shared.ds(place.stage).chunk(row + k * 16 + lane / 16 * 8 + lane % 8, key / 8 + lane / 8 % 2), ds[k][0],
-        ds[k][1], ds[k][2], ds[k][3]);
+        shared.ds(place.stage).chunk(row + k * 16 + lane / 16 * 8 + lane % 8, key / 8 + lane / 8 % 2),
+        ds[k][0], ds[k][1], ds[k][2], ds[k][3]);
   ptx::fence_proxy_async();
   __syncwarp();
   if (row + n * 16 == C::kRows) arrive_once(shared.ds_full(place.stage), lane);
@@ -465,8 +487,7 @@ __device__ inline void store_ds(const uint32_t (&ds)[n][4], const BackwardShared
 // d (64 x n) = a b^T over `depth` columns of tiles with rows of k, asynchronously, from `row` and `b_row` on;
 // before(k) comes before each product.
 template <class C, int depth, class A, class B, int n, class F>
-__device__ inline void multiply_rows(float (&d)[n], const A& a, int row, const B& b, int b_row,
-                                     F before) {
+__device__ inline void multiply_rows(float (&d)[n], const A& a, int row, const B& b, int b_row, F before) {
   const uint64_t a_rows = recomputed(a).rows_of_k(row), b_rows = b.rows_of_k(b_row);
   ptx::wgmma_fence();
 #pragma unroll
@@ -545,6 +566,8 @@ struct QuerySums {
       return;
     }
     const uint32_t place = shared.sums(warpgroup * 4 + warp);
+    const bool own_rows = counts(step, warp);  // loaded in time
+    float* sums = sums_of(step, warp, column);
     if (with_another)
       ptx::bar_sync(kMayAddBarrier + warpgroup, kKeptThreads);
     else if (lane == 0)
@@ -558,15 +581,13 @@ struct QuerySums {
     __syncwarp();
     if (with_another)
       ptx::bar_arrive(kSumsBarrier + warpgroup, kKeptThreads);
-    else if (lane == 0)
-      start_adding(step, warp, column);
+    else if (lane == 0 && own_rows)
+      start_adding(sums, warp);
   }
 
   // What a warp of the warpgroup has written; one lane calls it.
-  __device__ void start_adding(const Step& step, int warp_, int column) const {
-    if (!counts(step, warp_)) return;
-    ptx::cp_reduce_async_bulk_add(sums_of(step, warp_, column), shared.sums(warpgroup * 4 + warp_),
-                                  Shared::kSumBytes);
+  __device__ void start_adding(float* to, int warp_) const {
+    ptx::cp_reduce_async_bulk_add(to, shared.sums(warpgroup * 4 + warp_), Shared::kSumBytes);
     ptx::cp_async_bulk_commit_group();
   }
 
@@ -575,7 +596,6 @@ struct QuerySums {
     if (lane == 0) ptx::cp_async_bulk_wait_group_read();
   }
 
- private:
   __device__ int row_block(int warp_) const { return (Shared::kSplitRows ? warpgroup * 4 : 0) + warp_; }
   __device__ bool counts(const Step& step, int warp_) const { return row_block(warp_) * 16 < step.rows_left; }
   __device__ float* sums_of(const Step& step, int warp_, int column) const {
@@ -584,21 +604,42 @@ struct QuerySums {
   }
 };
 
-// Position of a block in the order of those that add to a tile of queries: the last keys come first, as in
-// KeyOrder.
+// Counters of the turns at the tiles of the block's first head.
 template <class C>
-__device__ inline int rank_at(const KeyBlock& block, int row) {
-  const int last_row = min(row + C::kRows, block.visible.len_q) - 1;
-  return (block.visible.last(last_row) - 1) / C::kKeys - block.key / C::kKeys;
+__device__ inline int* turns_of(const BackwardWorkspace<C>& workspace, const BackwardParams& p,
+                                const KeyBlock& block) {
+  return workspace.turns + (int64_t{block.batch} * p.heads_q + block.first_head) * workspace.row_tiles;
 }
 
-// What a warp does for each warpgroup that adds dQ when the order of sums must not vary: at each tile it
-// waits until the blocks before have added theirs, and counts this one when its sums have been performed,
-// while the warpgroup computes the next ones.
+// What a warp does when the order of sums must not vary: it waits for the block's turn at each tile, until
+// the blocks of the keys before that the tile sees have added, and says so, up to two steps ahead.
+template <class C>
+__device__ inline void await_turns(const Backward& f, const BackwardShared<C>& shared, int lane) {
+  using Shared = BackwardShared<C>;
+  if (lane > 0) return;
+  const KeyBlock& block = shared.block();
+  const BackwardWorkspace<C> workspace(f.p);
+  const int* turns = turns_of(workspace, f.p, block);
+  StepPlace<C::kRows> place(f, block);
+#pragma unroll 1
+  for (int step = 0; step < block.steps; ++step, place.advance(f, block)) {
+    const auto turn = ring_at<Shared::kTurnStages>(step);
+    ptx::mbarrier_wait(shared.turn_empty(turn.stage), turn.parity ^ 1);
+    const int before = block.key / C::kKeys - block.visible.first(place.row) / C::kKeys;
+    while (ptx::ld_acquire(turns + place.head * workspace.row_tiles + place.row / C::kRows) <
+           before * Shared::kSumWarpgroups) {
+    }
+    ptx::mbarrier_arrive(shared.turn_full(turn.stage));
+  }
+}
+
+// What a warp does for each warpgroup that adds dQ then: it has the sums of a tile added when the turn has
+// come, and counts them when they have been performed, while the warpgroup computes the next ones.
 template <class C>
 __device__ inline void keep_turns(const Backward& f, const BackwardShared<C>& shared, int warpgroup,
                                   int lane) {
   using Shared = BackwardShared<C>;
+  constexpr int kParts = C::kBulkSums ? Shared::kQueryParts : 1;  // that come one after another
   const BackwardParams& p = f.p;
   const KeyBlock& block = shared.block();
   const QuerySums<C> sums{shared, true, warpgroup, 0, lane};
@@ -610,31 +651,32 @@ __device__ inline void keep_turns(const Backward& f, const BackwardShared<C>& sh
     }
   };
   const BackwardWorkspace<C> workspace(p);
-  int* const turns =
-      workspace.turns + (int64_t{block.batch} * p.heads_q + block.first_head) * workspace.row_tiles;
+  int* const turns = turns_of(workspace, p, block);
   int* turn = turns;
-  int row = block.first_row, head = 0;
+  StepPlace<C::kRows> place(f, block);
 #pragma unroll 1
-  for (int step = 0; step < block.steps; ++step) {
+  for (int step = 0; step < block.steps; ++step, place.advance(f, block)) {
     if (C::kBulkSums) may_add();  // the copy engine has read what lay there
     if (step > 0) pass_on(turn);
-    turn = turns + head * workspace.row_tiles + row / C::kRows;
-    const int before = rank_at<C>(block, row) * Shared::kSumWarpgroups;
-    if (lane == 0)
-      while (ptx::ld_acquire(turn) < before) {
-      }
-    __syncwarp();
+    turn = turns + place.head * workspace.row_tiles + place.row / C::kRows;
+    const auto ring = ring_at<Shared::kTurnStages>(step);
+    ptx::mbarrier_wait(shared.turn_full(ring.stage), ring.parity);
+    arrive_once(shared.turn_empty(ring.stage), lane);
     if (!C::kBulkSums) may_add();
-    ptx::bar_sync(kSumsBarrier + warpgroup, kKeptThreads);
-    if (C::kBulkSums && lane == 0) {
 #pragma unroll 1
-      for (int warp = 0; warp < 4; ++warp)
-        sums.start_adding(shared.step(step), warp, Shared::first_column(warpgroup, 0));
-      ptx::cp_async_bulk_wait_group_read();
+    for (int part = 0; part < kParts; ++part) {
+      if (part > 0) may_add();
+      ptx::bar_sync(kSumsBarrier + warpgroup, kKeptThreads);
+      if (C::kBulkSums && lane == 0) {
+        const Step& of_step = shared.step(step);
+#pragma unroll 1
+        for (int warp = 0; warp < 4; ++warp)
+          if (sums.counts(of_step, warp))
+            sums.start_adding(sums.sums_of(of_step, warp, Shared::first_column(warpgroup, part)), warp);
+        ptx::cp_async_bulk_wait_group_read();
+      }
+      __syncwarp();
     }
-    __syncwarp();
-    row += C::kRows;
-    if (row >= block.rows.last) row = block.first_row, ++head;
   }
   pass_on(turn);
 }
@@ -647,13 +689,13 @@ __device__ inline void store_queries(const Backward& f, const BackwardShared<C>&
   using Shared = BackwardShared<C>;
   constexpr int kBlocks = Shared::kQueryColumns / 8;
   const float scale = static_cast<float>(f.p.score.scale);
-  const int first_row = Shared::kSplitRows ? warpgroup * 64 : 0,
-            first_column = Shared::first_column(warpgroup, 0);
+  const int first_row = Shared::kSplitRows ? warpgroup * 64 : 0;
 #pragma unroll 1
-  for (int number = 0; number < shared.block().steps; ++number) {
+  for (int number = 0; number < shared.block().steps * Shared::kQueryParts; ++number) {
+    const int first_column = Shared::first_column(warpgroup, number % Shared::kQueryParts);
     ptx::bar_arrive(kMayAddBarrier + warpgroup, kKeptThreads);
     ptx::bar_sync(kSumsBarrier + warpgroup, kKeptThreads);
-    const Step& step = shared.step(number);
+    const Step& step = shared.step(number / Shared::kQueryParts);
 #pragma unroll 1
     for (int unit = lane; unit < 4 * kBlocks * 8; unit += 32) {
       const int warp = unit / (kBlocks * 8), block = unit / 8 % kBlocks, top = unit % 8;

@@ -173,7 +173,10 @@ KeyOrder key_order(const BackwardParams& p) {
                 group = p.heads_q / p.heads_k,
                 cached = kCache / std::max<int64_t>(1, p.seqlen_q.rows * group * kQueryBytes);
   const bool together = p.score.window_right >= 0 && tiles * heads < kFewWaves * processors();
-  const int64_t section = together ? heads : clamp(cached, 1, heads);
+  // Blocks that add in turn go through the same queries at the same time, of which the cache holds what they
+  // need, and begin after each other: few of a head, if some are shorter anyway.
+  const int64_t least = p.deterministic && p.score.window_right >= 0 ? processors() / 4 : 1;
+  const int64_t section = together ? heads : std::min(std::max(cached, least), heads);
   KeyOrder order{};
   order.last_section = static_cast<int>(heads / section) - 1;
   order.all_heads = static_cast<int>(heads);
@@ -181,8 +184,6 @@ KeyOrder key_order(const BackwardParams& p) {
   order.section = Divisor(static_cast<unsigned>(section));
   order.tiles_of_section = Divisor(static_cast<unsigned>(section * tiles));
   order.heads = Divisor(static_cast<unsigned>(p.heads_k));
-  order.first_tile = p.deterministic ? static_cast<int>(tiles) - 1 : 0;
-  order.next_tile = p.deterministic ? -1 : 1;
   return order;
 }
 

@@ -536,7 +536,7 @@ _SM90_BACKWARD = (
     ("backward", 64, 64, _MANY, 128, 128, 3, 2, 2, True),
     ("backward", 96, 96, _MANY, 128, 64, 3, 2, 3, True),
     ("backward", 128, 128, _MANY, 128, 64, 3, 3, 4, True),
-    ("backward", 192, 128, _MANY, 128, 64, 2, 3, 4, False),
+    ("backward", 192, 128, _MANY, 128, 64, 2, 3, 0, False),
     ("backward", 192, 192, _MANY, 64, 64, 2, 2, 0, False),
     ("backward", 256, 256, _MANY, 64, 64, 2, 2, 0, False),
     ("backward", 64, 64, _SCORES, 128, 64, 3, 3, 2, True),

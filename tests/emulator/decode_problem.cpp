@@ -101,7 +101,7 @@ void DecodeProblem::make_cache(std::mt19937& random) {
   rotated_q = Tensor(dtype, batches, q.rows, c.heads, c.dim, Layout::contiguous);
   for (Tensor* table : {&cos, &sin})
     *table = Tensor(c.cache.f32_tables ? DType::f32 : dtype, 1, k_rows.longest + 1, 1, c.cache.rotary / 2,
-                    Layout::unaligned);
+                    c.layout == Layout::contiguous ? Layout::contiguous : Layout::unaligned);
 }
 
 // Returns the number of pages.  An entry that no key needs holds anything.

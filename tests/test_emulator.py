@@ -64,6 +64,7 @@ def test_every_instruction_is_emulated():
 
 FORWARD, BACKWARD = (rf"{op}_sm80_bf16_d64_\d+x\d+" for op in ("forward", "backward"))
 HOPPER = "forward_sm90_bf16_d64_192x128"
+HALVES_BACKWARD = r"backward_sm90_bf16_d192v128_\d+x\d+"
 WIDE_BACKWARD = r"backward_sm90_bf16_d192_\d+x\d+"
 HOPPER_BACKWARD = r"backward_sm90_bf16_d128_\d+x\d+"
 HOPPER_GENERAL = r"backward_sm90_bf16_d64_\d+x\d+_general"
@@ -166,10 +167,15 @@ FAULTS = {  # name: rows, file, text, the text that replaces it
         WIDE_BACKWARD, "sm90/backward.cuh",
         "wait_for_readers<C>(shared, lane);  // the other one has read V", "//"),
     "sums for which nobody's turn comes": (
-        HOPPER_BACKWARD, "sm90/backward_block.cuh", "  }\n  pass_on(turn);", "  }"),
+        HOPPER_BACKWARD, "sm90/backward_block.cuh", "if (step > 0) pass_on(turn);", ""),
+    "a turn that nobody awaits": (
+        HOPPER_BACKWARD, "sm90/backward_block.cuh",
+        "ptx::mbarrier_wait(shared.turn_full(ring.stage), ring.parity);", ""),
+    "K of other columns": (
+        HALVES_BACKWARD, "sm90/backward_block.cuh", "(kQueryColumns < 64 ? first % 64 * 2 : 0)", "0"),
     "turns that are counted from another block": (
-        HOPPER_BACKWARD, "sm90/backward_block.cuh", "block.visible.first(place.row) / C::kKeys;",
-        "block.visible.first(place.row + 2 * C::kRows) / C::kKeys;"),
+        HOPPER_BACKWARD, "sm90/backward_block.cuh", "const int before = block.key / C::kKeys -",
+        "const int before = 1 + block.key / C::kKeys -"),
     "a softcap without its derivative": (
         HOPPER_GENERAL, "sm90/backward_block.cuh", "weight[e] * fmaf(-tanh, tanh, 1.f)", "weight[e]"),
     "ALiBi of the first head": (

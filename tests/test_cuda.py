@@ -419,10 +419,8 @@ def count_differences(call, wanted, times):
     return count
 
 
-def test_graph_of_many_forwards_beside_eager_ones(device):
-    """More tiles than processors: each launch hands them out by a counter, which must be its own."""
-    q, k, v, _ = half(device, batch=4, len_q=2048, len_k=2048, heads=(16, 16), dims=(128, 128))
-    call = functools.partial(flashattn.forward, q, k, v, causal=True)
+def check_graph_beside_eager_ones(device, call, replays):
+    """A graph of 40 launches and as many eager ones in another stream at the same time give the same bits."""
     wanted = call(return_lse=True)
     assert count_differences(call, wanted, 3) == 0
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(device)
@@ -431,13 +429,19 @@ def test_graph_of_many_forwards_beside_eager_ones(device):
     in_graph = torch.zeros_like(of_replay)
     stream.wait_stream(torch.cuda.current_stream(device))
     eager = []
-    for _ in range(20):
+    for _ in range(replays):
         graph.replay()
         in_graph += of_replay
         with torch.cuda.stream(stream):
             eager.append(count_differences(call, wanted, 40))
     torch.cuda.synchronize(device)
     assert in_graph == 0 and sum(eager) == 0
+
+
+def test_graph_of_many_forwards_beside_eager_ones(device):
+    """More tiles than processors: each launch hands them out by a counter, which must be its own."""
+    q, k, v, _ = half(device, batch=4, len_q=2048, len_k=2048, heads=(16, 16), dims=(128, 128))
+    check_graph_beside_eager_ones(device, functools.partial(flashattn.forward, q, k, v, causal=True), 20)
 
 
 def test_graph_draws_a_new_seed_in_every_replay(device):
@@ -890,22 +894,7 @@ def test_a_decode_repeats_its_bits_a_thousand_times(device, kind):
 @pytest.mark.parametrize("kind", DECODES)
 def test_graph_of_many_decodes_beside_eager_ones(device, kind):
     """The parts that a launch merges lie in memory that must be its own."""
-    call = decode_of(device, kind)
-    wanted = call(return_lse=True)
-    assert count_differences(call, wanted, 3) == 0
-    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(device)
-    with torch.cuda.graph(graph):
-        of_replay = count_differences(call, wanted, 40)
-    in_graph = torch.zeros_like(of_replay)
-    stream.wait_stream(torch.cuda.current_stream(device))
-    eager = []
-    for _ in range(10):
-        graph.replay()
-        in_graph += of_replay
-        with torch.cuda.stream(stream):
-            eager.append(count_differences(call, wanted, 40))
-    torch.cuda.synchronize(device)
-    assert in_graph == 0 and sum(eager) == 0
+    check_graph_beside_eager_ones(device, decode_of(device, kind), 10)
 
 
 @large

@@ -4,11 +4,11 @@ import functools
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 import flashattn
 from cases import NAN, ints
+from llama import Layer, rotary_tables, rotate
 
 VOCABULARY, WIDTH, HEADS, KV_HEADS, DIM, LAYERS = 97, 64, 8, 2, 16, 3
 PROMPTS, TOKENS = (37, 20), 128                               # lengths of the prompts, what is generated
@@ -24,30 +24,13 @@ def _one_thread():
     torch.set_num_threads(threads)
 
 
-class Layer(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norms = nn.ModuleList(nn.RMSNorm(WIDTH) for _ in range(2))
-        self.project = nn.Linear(WIDTH, (HEADS + 2 * KV_HEADS) * DIM, bias=False)
-        self.output = nn.Linear(HEADS * DIM, WIDTH, bias=False)
-        self.gate, self.up = (nn.Linear(WIDTH, 2 * WIDTH, bias=False) for _ in range(2))
-        self.down = nn.Linear(2 * WIDTH, WIDTH, bias=False)
-
-    def forward(self, x, attend):
-        q, k, v = self.project(self.norms[0](x)).unflatten(-1, (-1, DIM)).split(
-            (HEADS, KV_HEADS, KV_HEADS), dim=-2)
-        x = x + self.output(attend(q, k, v).flatten(-2))
-        y = self.norms[1](x)
-        return x + self.down(F.silu(self.gate(y)) * self.up(y))
-
-
 class Model(nn.Module):
     """Tokens of any shape to logits; attend(layer, q, k, v) gets (..., heads, DIM), not rotated yet."""
 
     def __init__(self):
         super().__init__()
         self.embedding, self.norm = nn.Embedding(VOCABULARY, WIDTH), nn.RMSNorm(WIDTH)
-        self.layers = nn.ModuleList(Layer() for _ in range(LAYERS))
+        self.layers = nn.ModuleList(Layer(WIDTH, HEADS, KV_HEADS, DIM) for _ in range(LAYERS))
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
         for weight in self.parameters():
             if weight.dim() == 2:                             # large enough for sharp attention
@@ -70,15 +53,12 @@ def model_and_prompts(device):
 
 def tables(device):
     """cos and sin, (positions, DIM / 2)."""
-    angles = torch.arange(16 * PAGES)[:, None] * 1e4 ** (-torch.arange(DIM // 2) / (DIM // 2))
-    return angles.cos().to(device), angles.sin().to(device)
+    return tuple(table.to(device) for table in rotary_tables(16 * PAGES, DIM, "cpu"))
 
 
-def rotate(x, positions):
-    """x (..., heads, DIM) at positions (...), halves paired."""
-    cos, sin = (table[positions][..., None, :] for table in tables(x.device))
-    a, b = x.chunk(2, -1)
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+def turn(x, positions):
+    """x (..., heads, DIM) at positions (...)."""
+    return rotate(x, *(table[positions] for table in tables(x.device)))
 
 
 # ---- without a cache ----
@@ -86,7 +66,7 @@ def rotate(x, positions):
 def plain(hidden, _, q, k, v):
     """Standard causal attention of one sequence, without the first keys."""
     positions = torch.arange(len(q), device=q.device)
-    q, k = rotate(q, positions), rotate(k, positions)
+    q, k = turn(q, positions), turn(k, positions)
     k, v = (t.repeat_interleave(HEADS // KV_HEADS, dim=1) for t in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q, k) * DIM**-0.5
     visible = (positions <= positions[:, None]) & (positions >= hidden)
@@ -133,7 +113,7 @@ class Cache:
         if not self.rotates:
             positions = torch.cat([torch.arange(start, start + n) for start, n in zip(starts, sizes)])
             positions = positions.to(q.device).view(q.shape[:-2])
-            q, k = rotate(q, positions), rotate(k, positions)
+            q, k = turn(q, positions), turn(k, positions)
         k_cache, v_cache = self.layers[number]
         return flashattn.decode(q, k_cache, v_cache, k_new=k, v_new=v, cache_seqlens=self.lengths,
                                 **self.options, **packing)

@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import flashattn
+from llama import Layer, rotary_tables, rotate
 
 VOCABULARY = 64
 
@@ -24,34 +25,6 @@ def ours(q, k, v):
 def torchs(q, k, v):
     return F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=True,
                                           enable_gqa=True).transpose(1, 2)
-
-
-def rotate(x):
-    """Rotary positions, halves paired."""
-    half = x.shape[-1] // 2
-    angle = torch.arange(x.shape[1], device=x.device)[:, None] * 1e4 ** (
-        -torch.arange(half, device=x.device) / half)
-    cos, sin = (f(angle)[:, None].to(x.dtype) for f in (torch.cos, torch.sin))
-    a, b = x[..., :half], x[..., half:]
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
-
-
-class Layer(nn.Module):
-    def __init__(self, width, heads, heads_k, dim):
-        super().__init__()
-        self.heads, self.heads_k, self.dim = heads, heads_k, dim
-        self.norms = nn.ModuleList(nn.RMSNorm(width) for _ in range(2))
-        self.project = nn.Linear(width, (heads + 2 * heads_k) * dim, bias=False)
-        self.output = nn.Linear(heads * dim, width, bias=False)
-        self.gate, self.up = (nn.Linear(width, 2 * width, bias=False) for _ in range(2))
-        self.down = nn.Linear(2 * width, width, bias=False)
-
-    def forward(self, x, attend):
-        q, k, v = self.project(self.norms[0](x)).unflatten(-1, (-1, self.dim)).split(
-            (self.heads, self.heads_k, self.heads_k), -2)
-        x = x + self.output(attend(rotate(q), rotate(k), v).flatten(-2))
-        y = self.norms[1](x)
-        return x + self.down(F.silu(self.gate(y)) * self.up(y))
 
 
 def texts(steps, batch, length, device):
@@ -71,12 +44,13 @@ def losses(attend, setting, device, steps, width, heads, heads_k, dim, batch, le
     layers = nn.ModuleList(Layer(width, heads, heads_k, dim) for _ in range(3))
     model = nn.ModuleList([embedding, layers, head]).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95))
+    tables = rotary_tables(length, dim, device)
     curve = []
     for tokens in texts(steps, batch, length, device):
         with setting(), torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
             x = embedding(tokens[:, :-1])
             for layer in layers:
-                x = layer(x, attend)
+                x = layer(x, lambda q, k, v: attend(rotate(q, *tables), rotate(k, *tables), v))
             loss = F.cross_entropy(head(x).flatten(0, 1).float(), tokens[:, 1:].flatten())
             optimizer.zero_grad()
             loss.backward()

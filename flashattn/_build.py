@@ -223,21 +223,26 @@ def extensions(generated: Path) -> list:
     return modules
 
 
+def objects() -> Path:
+    """Where objects lie, in a folder of this Python and torch, so that every way to install reuses them."""
+    import torch
+
+    return Path("build", f"{sys.implementation.cache_tag}-torch{torch.__version__}")
+
+
 def build_extension(command) -> None:
     """Body of setup.py's build_ext: check, say what is built, compile with torch's BuildExtension."""
     check()
     import torch
 
     print(f"flashattn: {decision()}", file=sys.stderr)
-    # Objects lie in a folder of this Python and torch, so that every way to install reuses them.
-    objects = Path("build", f"{sys.implementation.cache_tag}-torch{torch.__version__}")
-    command.distribution.ext_modules[:] = extensions(objects / "generated")
+    command.distribution.ext_modules[:] = extensions(objects() / "generated")
     from torch.utils.cpp_extension import BuildExtension
 
     worker = BuildExtension(command.distribution)
     for option in ("build_lib", "inplace", "editable_mode", "debug", "parallel"):
         setattr(worker, option, getattr(command, option))
-    worker.build_temp = str(objects)
+    worker.build_temp = str(objects())
     worker.ensure_finalized()
     folder = Path(worker.get_ext_fullpath("flashattn._C")).parent
     for other in folder.glob("_sm*.so"):  # families of an earlier build

@@ -1,5 +1,6 @@
 import contextlib
 import json
+import time
 
 import pytest
 import torch
@@ -15,6 +16,9 @@ def pytest_addoption(parser):
     parser.addoption("--family", help="only kernels of this family serve the tests that use the device; one "
                      "that does not serve every call comes first anyway")
     parser.addoption("--results", metavar="FILE", help="append each test's result to this file, as it comes")
+    parser.addoption("--rows", help="of the tests of single kernels only those of these, separated by commas")
+    parser.addoption("--until", type=float, help="tests that would begin after this time of day (seconds of "
+                     "the epoch) are skipped")
 
 
 def pytest_configure(config):
@@ -23,6 +27,17 @@ def pytest_configure(config):
     torch.set_num_threads(max(1, torch.get_num_threads() // workers))
     if config.getoption("--results") and not hasattr(config, "workerinput"):
         config.pluginmanager.register(Results(config.getoption("--results")))
+
+
+def pytest_collection_modifyitems(config, items):
+    if rows := config.getoption("--rows"):
+        wanted = set(rows.split(","))
+        items[:] = [item for item in items if item.callspec.params["row"].name in wanted]
+
+
+def pytest_runtest_setup(item):
+    if (until := item.config.getoption("--until")) and time.time() > until:
+        pytest.skip("too late")
 
 
 class Results:

@@ -46,7 +46,7 @@ def test_what_ran_was_good(receipt):
             assert counts["passed"] and not counts["failed"], f"{family} {file}"
     assert receipt["sanitizers"].keys() <= set(run.TOOLS)
     for tool, found in receipt["sanitizers"].items():
-        assert found["passed"] and not found["failed"] and not found["faults"], tool
+        assert not found["failures"] and not found["faults"], tool
 
 
 def test_explained_faults_have_a_reason():
@@ -95,6 +95,26 @@ def test_rows_are_read_from_the_results():
     assert run.outcomes_of_rows(results, "sm80") == {
         "forward_sm80_f16_simt": "failed", "backward_sm80_f16_d64_64x64": "passed",
         "decode_sm80_f16_d64_16x64": "passed", "decode_sm80_f16_simt": "failed"}
+
+
+def test_a_sanitizer_sees_what_compiles_to_something_new():
+    names = [row.name for row in run.rows()]
+    code = dict.fromkeys(names, "a")
+    seen = code | {names[1]: "b"}
+    del seen[names[3]]
+    receipt = {"code": code, "sanitizers": {"memcheck": {"rows": seen}}}
+    assert run.unseen(receipt, "memcheck") == [names[1], names[3]]
+    assert run.unseen(receipt, "racecheck") == names
+    assert "memcheck" in run.unfinished(receipt)
+    receipt["sanitizers"]["memcheck"]["rows"] = code
+    assert "memcheck" not in run.unfinished(receipt)
+
+
+def test_a_row_is_clean_if_all_its_tests_passed():
+    outcomes = {"a-cache": "passed", "a-pages": "passed", "b-cache": "passed", "b-pages": "skipped",
+                "c-all": "failed"}
+    assert run.passed_rows([{"test": f"tests/test_cuda.py::test_row[{name}]", "outcome": outcome}
+                            for name, outcome in outcomes.items()]) == ["a"]
 
 
 def test_every_row_has_a_test():

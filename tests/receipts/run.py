@@ -5,7 +5,8 @@
     python tests/receipts/run.py --not-run REASON --card "NVIDIA H200"
 
 Parts of one receipt may come from several runs, as long as the device sources stay the same.  What was under
-way when the limit was reached or SIGTERM came is recorded as unfinished.
+way when the limit was reached or SIGTERM came is recorded as unfinished.  Sanitizers take the rows whose
+compiled code they have not seen yet; what they have seen counts as long as it compiles to the same.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ SUITE = ("test_forward.py", "test_backward.py", "test_decode.py", "test_pairs.py
          "test_generation.py", "test_cuda.py")
 TOOLS = ("memcheck", "synccheck", "initcheck", "racecheck")
 PARTS = ("build", "suite", *TOOLS)
+MARGIN = 30  # seconds that a sanitizer needs after its last tests have begun
 FAULT = re.compile(  # what a sanitizer found, and the next line, which may name the kernel
     r"=+ +((?:Invalid|Misaligned|Uninitialized|Error:|Warning:|Barrier error).*)\n=+ +(.*)")
 
@@ -61,6 +63,24 @@ def digest() -> str:
     return text.hexdigest()
 
 
+def compiled() -> dict[str, str]:
+    """Hash of what each row's unit was compiled to, on the host and for the card; symbol tables, which hold
+    names of temporary files, are not part of it."""
+    objects = {path.stem: path for path in (ROOT / _build.objects()).rglob("*.o")}
+    found = {}
+    for row in rows():
+        dump = subprocess.run(["objdump", "-s", str(objects[row.name])], capture_output=True, check=True)
+        found[row.name] = hashlib.sha256(dump.stdout.split(b"\n", 3)[3]).hexdigest()[:16]
+    return found
+
+
+def unseen(receipt: dict, tool: str) -> list[str]:
+    """Rows whose code a sanitizer has not found clean."""
+    seen = receipt.get("sanitizers", {}).get(tool, {}).get("rows", {})
+    code = receipt.get("code", {})
+    return [row.name for row in rows() if row.name not in seen or seen[row.name] != code.get(row.name)]
+
+
 def unverified(receipt: dict) -> list[str]:
     """Rows of the table that the receipt does not show to be right."""
     return [row.name for row in rows() if receipt.get("rows", {}).get(row.name) != "passed"]
@@ -68,11 +88,10 @@ def unverified(receipt: dict) -> list[str]:
 
 def unfinished(receipt: dict) -> list[str]:
     """Parts of a whole run that the receipt does not have to their end."""
-    suite, sanitizers = receipt.get("suite", {}), receipt.get("sanitizers", {})
-    files = {f"{family} {file}": suite.get(family, {}).get(file, {})
-             for family in _build.instances().CUDA_MODULES for file in SUITE}
-    parts = files | {tool: sanitizers.get(tool, {}) for tool in TOOLS}
-    return [name for name, part in parts.items() if not part.get("finished")]
+    suite = receipt.get("suite", {})
+    files = [f"{family} {file}" for family in _build.instances().CUDA_MODULES for file in SUITE
+             if not suite.get(family, {}).get(file, {}).get("finished")]
+    return files + [tool for tool in TOOLS if unseen(receipt, tool)]
 
 
 def path_of(card: str) -> Path:
@@ -81,11 +100,13 @@ def path_of(card: str) -> Path:
 
 def start(card: str) -> dict:
     """The card's receipt of these sources, as far as there is one."""
+    new = {"card": card, "sources": digest(), "suite": {}, "rows": {}, "failures": [], "sanitizers": {}}
     if path_of(card).exists():
         receipt = json.loads(path_of(card).read_text())
         if receipt["sources"] == digest() and "not run" not in receipt:
             return receipt
-    return {"card": card, "sources": digest(), "suite": {}, "rows": {}, "failures": [], "sanitizers": {}}
+        new["sanitizers"] = receipt.get("sanitizers", {})
+    return new
 
 
 def environment() -> dict:
@@ -124,13 +145,14 @@ class Run:
             child.wait()
             return None
 
-    def pytest(self, name: str, *arguments: str, before: list[str] = (),
+    def pytest(self, name: str, workers: int, *arguments: str, before: list[str] = (),
                **variables: str) -> subprocess.Popen:
         """Starts the tests of a part; ``before`` starts the command."""
         results = SCRATCH / f"{name}.jsonl"
         results.unlink(missing_ok=True)
         return self.start([*before, sys.executable, "-m", "pytest", "-q", "--device", "cuda", "--results",
-                           str(results), "-p", "no:cacheprovider", *arguments], **variables)
+                           str(results), "-n", str(workers), "-p", "no:cacheprovider", *arguments],
+                          **variables)
 
     def results(self, name: str, child: subprocess.Popen) -> tuple[bool, list[dict]]:
         """Whether the tests of a part came to their end, and their results."""
@@ -138,13 +160,13 @@ class Run:
         lines = results.read_text().splitlines() if results.exists() else []
         return status is not None and status not in (2, 3, 4), [json.loads(line) for line in lines]
 
-    def parts(self, names: list[str], families: list[str], files: list[str], workers: int) -> None:
-        """The sanitizers, which use a few cores each, run beside the suites; with more than one card, suites
-        run beside each other too."""
+    def parts(self, names: list[str], families: list[str], files: list[str], workers: int,
+              checkers: int) -> None:
+        """The sanitizers run beside the suites; with more than one card, suites run beside each other too."""
         if "build" in names:
             self.build()
-        begin = time.monotonic()
-        sanitizers = {tool: self.sanitizer(tool) for tool in TOOLS if tool in names}
+        sanitizers = {tool: self.sanitizer(tool, i, checkers)
+                      for i, tool in enumerate(TOOLS) if tool in names and unseen(self.receipt, tool)}
         suites = {}
         for card, family in enumerate(families if "suite" in names else ()):
             if time.monotonic() < self.end:
@@ -154,7 +176,7 @@ class Run:
         for family, child in suites.items():
             self.tested(family, files, child)
         for tool, child in sanitizers.items():
-            self.sanitized(tool, child, begin)
+            self.sanitized(tool, child)
 
     def build(self) -> None:
         begin = time.monotonic()
@@ -163,10 +185,11 @@ class Run:
         if status != 0:
             raise SystemExit("the build failed, or was not done within the limit")
         self.receipt["build seconds"] = round(time.monotonic() - begin)
+        self.receipt["code"] = compiled()
 
     def suite(self, family: str, files: list[str], workers: int, card: int) -> subprocess.Popen:
         """Starts the tests on the kernels of one family."""
-        return self.pytest(family, "-n", str(workers), "--dist", "loadgroup", "--family", family,
+        return self.pytest(family, workers, "--dist", "loadgroup", "--family", family,
                            *(f"tests/{file}" for file in files), **first(card))
 
     def tested(self, family: str, files: list[str], child: subprocess.Popen) -> None:
@@ -187,30 +210,37 @@ class Run:
         if "test_cuda.py" in files:
             self.receipt["rows"] |= outcomes_of_rows(results, family)
 
-    def sanitizer(self, tool: str) -> subprocess.Popen:
-        """Starts compute-sanitizer over every row of the table."""
+    def sanitizer(self, tool: str, card: int, workers: int) -> subprocess.Popen:
+        """Starts compute-sanitizer over the rows that it has not seen.  Tests that would begin too late are
+        skipped, so that it comes to its end and writes down what it found."""
         for log in SCRATCH.glob(f"{tool}.*.log"):
             log.unlink()
         program = shutil.which("compute-sanitizer") or f"{_build.cuda_home()}/bin/compute-sanitizer"
         command = [program, "--tool", tool, "--log-file", f"{SCRATCH}/{tool}.%p.log", "--print-limit", "0",
-                   "--target-processes", "all", "--report-api-errors", "no"]
+                   "--target-processes", "all", "--report-api-errors", "no", "--show-backtrace", "no"]
         if tool != "initcheck":  # which must see who writes what our kernels read
             command += ["--kernel-name", "kns=flashattn"]
-        return self.pytest(tool, "tests/test_cuda.py::test_row", "-n", "3", before=command,
-                           PYTORCH_NO_CUDA_MEMORY_CACHING="1", **first(1))
+        last = time.time() + self.end - time.monotonic() - MARGIN
+        return self.pytest(tool, workers, "tests/test_cuda.py::test_row", "--rows",
+                           ",".join(unseen(self.receipt, tool)), "--until", str(last), before=command,
+                           PYTORCH_NO_CUDA_MEMORY_CACHING="1", **first(card))
 
-    def sanitized(self, tool: str, child: subprocess.Popen, begin: float) -> None:
+    def sanitized(self, tool: str, child: subprocess.Popen) -> None:
         finished, results = self.results(tool, child)
         text = "".join(log.read_text(errors="replace") for log in SCRATCH.glob(f"{tool}.*.log"))
         ledger = json.loads(LEDGER.read_text())[tool]
         faults = [" ".join(match.groups()) for match in FAULT.finditer(text)]
-        unexplained = [fault for fault in faults
-                       if not any(re.search(line["fault"], fault) for line in ledger)]
-        counts = Counter(result["outcome"] for result in results)
+        unexplained = Counter(fault for fault in faults
+                              if not any(re.search(line["fault"], fault) for line in ledger))
+        print(tool, len(results), "results", len(faults), "reports", dict(unexplained.most_common(20)))
+        before = self.receipt["sanitizers"].get(tool, {}).get("rows", {})
+        kept = {name: code for name, code in before.items() if code == self.receipt["code"].get(name)}
+        clean = {}
+        if finished and "SUMMARY" in text and not unexplained:
+            clean = {name: self.receipt["code"][name] for name in passed_rows(results)}
         self.receipt["sanitizers"][tool] = {
-            "finished": finished and "SUMMARY" in text, "seconds": round(time.monotonic() - begin),
-            "passed": counts["passed"], "failed": counts["failed"], "skipped": counts["skipped"],
-            "faults": dict(Counter(unexplained).most_common(20)), "explained": len(faults) - len(unexplained)}
+            "rows": dict(sorted((kept | clean).items())), "faults": dict(unexplained.most_common(20)),
+            "failures": sorted(r["test"] for r in results if r["outcome"] == "failed")}
 
 
 def cards() -> int:
@@ -237,6 +267,15 @@ def outcomes_of_rows(results: list[dict], family: str) -> dict[str, str]:
     return found
 
 
+def passed_rows(results: list[dict]) -> list[str]:
+    """Rows all of whose tests passed."""
+    outcomes = defaultdict(set)
+    for result in results:
+        if test := re.search(r"::test_row\[(\w+)-", result["test"]):
+            outcomes[test[1]].add(result["outcome"])
+    return [row for row, found in outcomes.items() if found == {"passed"}]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -245,6 +284,7 @@ def main() -> None:
                         help="of the suite")
     parser.add_argument("--files", nargs="+", choices=SUITE, default=SUITE, help="of the suite")
     parser.add_argument("--workers", type=int, default=8)
+    parser.add_argument("--checkers", type=int, default=3, help="test processes of each sanitizer")
     parser.add_argument("--limit", type=float, default=7200, help="seconds for everything")
     parser.add_argument("--not-run", metavar="REASON", help="no card could be had for these sources")
     parser.add_argument("--card", help="with --not-run: its name")
@@ -259,7 +299,8 @@ def main() -> None:
         run = Run(receipt, arguments.limit)
     try:
         if not arguments.not_run:
-            run.parts(arguments.parts, arguments.families, list(arguments.files), arguments.workers)
+            run.parts(arguments.parts, arguments.families, list(arguments.files), arguments.workers,
+                      arguments.checkers)
     finally:
         receipt |= {"unverified": unverified(receipt), "unfinished": unfinished(receipt)}
         text = json.dumps(receipt, indent=1) + "\n"

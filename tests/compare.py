@@ -14,9 +14,12 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 import flashattn
 from flashattn import reference
+
+oracle_device: str | None = None  # where the oracle computes; None: where the tensors are
 
 FORWARD_OPTIONS = set(inspect.signature(reference.forward).parameters) - {"q", "k", "v", "dtype"}
 DECODE_OPTIONS = set(inspect.signature(reference.decode).parameters) - {"q", "k_cache", "v_cache", "dtype"}
@@ -101,8 +104,8 @@ def check_backward(
     results = (out, lse) if lse_grad else (out,)
     with flashattn.force_family(served_by) if served_by else contextlib.nullcontext():
         grads = torch.autograd.grad(results, list(leaves.values()), (dout, dlse)[:len(results)])
-    oracle = reference.backward(dout, q, k, v, dlse=dlse, **semantic)
-    plain = reference.backward(dout, q, k, v, dlse=dlse, **semantic, dtype=q.dtype)
+    oracle = _oracle("backward", dout, q, k, v, dlse=dlse, **semantic)
+    plain = _oracle("backward", dout, q, k, v, dlse=dlse, **semantic, dtype=q.dtype)
     noises = _gradient_noises(dout, dlse, oracle_out, oracle_lse, q, k, v, semantic)
     for name, grad, *others in zip(leaves, grads, *map(_given, (oracle, plain, noises))):
         wanted, baseline, noise = others
@@ -119,8 +122,8 @@ def check_decode(
         our ``(out, lse, k_cache, v_cache)``, the caches as the call left them.
     """
     semantic = {n: o for n, o in options.items() if n in DECODE_OPTIONS}
-    oracle_out, oracle_lse, *oracle_caches = reference.decode(q, k_cache, v_cache, **semantic)
-    plain_out, *_ = reference.decode(q, k_cache, v_cache, **semantic, dtype=q.dtype)
+    oracle_out, oracle_lse, *oracle_caches = _oracle("decode", q, k_cache, v_cache, **semantic)
+    plain_out, *_ = _oracle("decode", q, k_cache, v_cache, **semantic, dtype=q.dtype)
     magnitude = _decode_magnitude(q, k_cache, v_cache, **semantic)
     if options.get("k_new") is not None:
         k_cache, v_cache = k_cache.clone(), None if v_cache is None else v_cache.clone()
@@ -145,10 +148,17 @@ def check_decode(
     return out, lse, k_cache, v_cache
 
 
+def _oracle(function: str, *tensors, **options):
+    """A function of :mod:`flashattn.reference`."""
+    device = tensors[0].device
+    given = tree_map_only(Tensor, lambda t: t.to(oracle_device or device), (tensors, options))
+    return tree_map_only(Tensor, lambda t: t.to(device), getattr(reference, function)(*given[0], **given[1]))
+
+
 def _assert_forward(out, lse, max_logit, q, k, v, semantic) -> tuple[Tensor, Tensor]:
     with torch.no_grad():
-        both, oracle_lse, oracle_max = reference.forward(q, k, torch.cat([v, v.abs()], -1), **semantic)
-        plain_out, _, _ = reference.forward(q, k, v, **semantic, dtype=q.dtype)
+        both, oracle_lse, oracle_max = _oracle("forward", q, k, torch.cat([v, v.abs()], -1), **semantic)
+        plain_out, _, _ = _oracle("forward", q, k, v, **semantic, dtype=q.dtype)
     oracle_out, magnitude = both.chunk(2, -1)
     assert lse.dtype == _statistics_dtype(q), f"lse: dtype {lse.dtype} for inputs of dtype {q.dtype}"
     assert_close_2x(out, oracle_out, plain_out, "out", floor=_out_noise(lse, oracle_max, magnitude))
@@ -164,7 +174,7 @@ def _decode_magnitude(q, k_cache, v_cache, *, k_new=None, v_new=None, v_head_dim
     if v_cache is None:
         v_cache, v_new = (None if t is None else t[..., :v_head_dim] for t in (k_cache, k_new))
     v_new = None if v_new is None else v_new.abs()
-    return reference.decode(q, k_cache, v_cache.abs(), k_new=k_new, v_new=v_new, **options)[0]
+    return _oracle("decode", q, k_cache, v_cache.abs(), k_new=k_new, v_new=v_new, **options)[0]
 
 
 def _out_noise(lse: Tensor, scores: Tensor, magnitude: Tensor) -> float:
@@ -191,9 +201,9 @@ def _gradient_noises(dout, dlse, out, lse, q, k, v, semantic) -> list[float | No
     draws = []
     for _ in range(3):
         factor = eps * (1 + lse.abs()) * _signs(lse)
-        draws.append(reference.backward(
-            dout * factor.movedim(heads, -1)[..., None], q, k, v, dlse=dlse * factor + change * _signs(lse),
-            **semantic, dtype=torch.float32))
+        draws.append(_oracle(
+            "backward", dout * factor.movedim(heads, -1)[..., None], q, k, v,
+            dlse=dlse * factor + change * _signs(lse), **semantic, dtype=torch.float32))
     return [None if draw[0] is None else sum(map(_largest, draw)) / len(draws) for draw in zip(*draws)]
 
 

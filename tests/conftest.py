@@ -5,6 +5,7 @@ import time
 import pytest
 import torch
 
+import compare
 import flashattn
 from flashattn import _build, _load
 
@@ -16,6 +17,7 @@ def pytest_addoption(parser):
     parser.addoption("--family", help="only kernels of this family serve the tests that use the device; one "
                      "that does not serve every call comes first anyway")
     parser.addoption("--results", metavar="FILE", help="append each test's result to this file, as it comes")
+    parser.addoption("--oracle", metavar="DEVICE", help="where the oracle computes; default: on --device")
     parser.addoption("--rows", help="of the tests of single kernels only those of these, separated by commas")
     parser.addoption("--until", type=float, help="tests that would begin after this time of day (seconds of "
                      "the epoch) are skipped")
@@ -25,6 +27,7 @@ def pytest_configure(config):
     # Test processes side by side share the cores; more threads than cores would only wait for each other.
     workers = getattr(config, "workerinput", {}).get("workercount", 1)
     torch.set_num_threads(max(1, torch.get_num_threads() // workers))
+    compare.oracle_device = config.getoption("--oracle")
     if config.getoption("--results") and not hasattr(config, "workerinput"):
         config.pluginmanager.register(Results(config.getoption("--results")))
 

@@ -212,16 +212,18 @@ class Run:
 
     def sanitizer(self, tool: str, card: int, workers: int) -> subprocess.Popen:
         """Starts compute-sanitizer over the rows that it has not seen.  Tests that would begin too late are
-        skipped, so that it comes to its end and writes down what it found."""
+        skipped, so that it comes to its end and writes down what it found.  The oracle stays off the card:
+        products of torch end with a hardware exception under racecheck."""
         for log in SCRATCH.glob(f"{tool}.*.log"):
             log.unlink()
         program = shutil.which("compute-sanitizer") or f"{_build.cuda_home()}/bin/compute-sanitizer"
         command = [program, "--tool", tool, "--log-file", f"{SCRATCH}/{tool}.%p.log", "--print-limit", "0",
-                   "--target-processes", "all", "--report-api-errors", "no", "--show-backtrace", "no"]
+                   "--target-processes", "all", "--report-api-errors", "no", "--show-backtrace", "no",
+                   "--base-port", str(49152 + 100 * TOOLS.index(tool)), "--max-connections", "100"]
         if tool != "initcheck":  # which must see who writes what our kernels read
             command += ["--kernel-name", "kns=flashattn"]
         last = time.time() + self.end - time.monotonic() - MARGIN
-        return self.pytest(tool, workers, "tests/test_cuda.py::test_row", "--rows",
+        return self.pytest(tool, workers, "tests/test_cuda.py::test_row", "--oracle", "cpu", "--rows",
                            ",".join(unseen(self.receipt, tool)), "--until", str(last), before=command,
                            PYTORCH_NO_CUDA_MEMORY_CACHING="1", **first(card))
 

@@ -165,9 +165,10 @@ class Implementation(AttentionImpl[Metadata]):
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         self.kv_cache_dtype = kv_cache_dtype
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
+        window = None if sliding_window is None else (sliding_window - 1, 0)  # its own key counts
         self.options = {
-            "causal": True, "scale": float(scale), "softcap": float(logits_soft_cap or 0), "sink": sinks,
-            "window": None if sliding_window is None else (sliding_window - 1, 0),  # it counts the query's own
+            "causal": True, "window": window, "scale": float(scale), "softcap": float(logits_soft_cap or 0),
+            "sink": sinks,
             "alibi_slopes": None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32),
         }
 

@@ -19,7 +19,14 @@ using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 using Stack = torch::jit::Stack;
 
-// Arguments of a call with their names; SymInts and Nones stay what they are.
+// Where a schema has the arguments that may need a gradient.
+std::vector<size_t> positions(const OperatorHandle& op, std::initializer_list<const char*> names) {
+  std::vector<size_t> positions;
+  for (const char* name : names) positions.push_back(*op.schema().argumentIndexWithName(name));
+  return positions;
+}
+
+// A call that records its gradient: its arguments; SymInts and Nones stay what they are.
 struct Call {
   const OperatorHandle& op;
   c10::DispatchKeySet keys;
@@ -32,16 +39,8 @@ struct Call {
     torch::jit::drop(*stack, count);
   }
 
-  std::optional<Tensor> tensor(const char* name) const {
-    return values[*op.schema().argumentIndexWithName(name)].toOptional<Tensor>();
-  }
-
-  bool requires_grad(std::initializer_list<const char*> names) const {
-    if (!at::GradMode::is_enabled()) return false;
-    for (const char* name : names)
-      if (const auto x = tensor(name); x && x->requires_grad()) return true;
-    return false;
-  }
+  Tensor tensor(size_t position) const { return values[position].toTensor(); }
+  std::optional<Tensor> maybe_tensor(size_t position) const { return values[position].toOptional<Tensor>(); }
 
   // The results of the kernels below autograd.
   variable_list run() const {
@@ -168,30 +167,42 @@ void push(Stack* stack, const variable_list& results) {
   for (const auto& result : results) stack->emplace_back(result);
 }
 
-void refuse_forward_mode(const Call& call, std::initializer_list<const char*> names) {
-  for (const char* name : names)
-    if (const auto x = call.tensor(name); x && x->unsafeGetTensorImpl()->_fw_grad(0, *x).defined())
-      TORCH_CHECK_NOT_IMPLEMENTED(false, name, " has a tangent: forward-mode AD (jvp) of ",
-                                  call.op.schema().name(), " is not implemented; expected reverse mode");
+// Whether a call must record its gradient; a tangent is refused.
+bool records(const OperatorHandle& op, const Stack& stack, const std::vector<size_t>& differentiable) {
+  const auto arguments = torch::jit::last(stack, op.schema().arguments().size());
+  bool some = false;
+  for (const size_t position : differentiable) {
+    if (!arguments[position].isTensor()) continue;
+    const Tensor& x = arguments[position].toTensor();
+    some |= x.requires_grad();
+    TORCH_CHECK_NOT_IMPLEMENTED(!x.unsafeGetTensorImpl()->_fw_grad(0, x).defined(),
+                                op.schema().arguments()[position].name(), " has a tangent: ",
+                                "forward-mode AD (jvp) of ", op.schema().name(),
+                                " is not implemented; expected reverse mode");
+  }
+  return some && at::GradMode::is_enabled();
+}
+
+void run_below(const OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
+  at::AutoDispatchBelowADInplaceOrView below;
+  op.redispatchBoxed(keys & c10::after_autograd_keyset, stack);
 }
 
 void forward(const OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
+  static const auto at = positions(op, {"q", "k", "v", "bias", "sink"});
+  if (!records(op, *stack, at)) return run_below(op, keys, stack);
   const Call call(op, keys, stack);
-  refuse_forward_mode(call, {"q", "k", "v", "bias", "sink"});
-  push(stack, call.requires_grad({"q", "k", "v", "bias", "sink"})
-                  ? Forward::apply(call, *call.tensor("q"), *call.tensor("k"), *call.tensor("v"),
-                                   call.tensor("bias"), call.tensor("sink"))
-                  : call.run());
+  push(stack, Forward::apply(call, call.tensor(at[0]), call.tensor(at[1]), call.tensor(at[2]),
+                             call.maybe_tensor(at[3]), call.maybe_tensor(at[4])));
 }
 
 void backward(const OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
+  static const auto at = positions(op, {"dout", "q", "k", "v", "dlse", "bias", "sink"});
+  if (!records(op, *stack, at)) return run_below(op, keys, stack);
   const Call call(op, keys, stack);
-  refuse_forward_mode(call, {"dout", "q", "k", "v", "dlse", "bias", "sink"});
-  push(stack,
-       call.requires_grad({"dout", "q", "k", "v", "dlse", "bias", "sink"})
-           ? Backward::apply(call, *call.tensor("dout"), *call.tensor("q"), *call.tensor("k"),
-                             *call.tensor("v"), call.tensor("dlse"), call.tensor("bias"), call.tensor("sink"))
-           : call.run());
+  push(stack, Backward::apply(call, call.tensor(at[0]), call.tensor(at[1]), call.tensor(at[2]),
+                              call.tensor(at[3]), call.maybe_tensor(at[4]), call.maybe_tensor(at[5]),
+                              call.maybe_tensor(at[6])));
 }
 
 torch::Library implement() {
@@ -199,6 +210,8 @@ torch::Library implement() {
                          __LINE__);
   library.impl("forward", torch::CppFunction::makeFromBoxedFunction<&forward>());
   library.impl("backward", torch::CppFunction::makeFromBoxedFunction<&backward>());
+  // flashattn.decode itself refuses gradients.
+  for (const char* name : {"decode", "decode_"}) library.impl(name, torch::CppFunction::makeFallthrough());
   return library;
 }
 

@@ -88,7 +88,9 @@ Tensor allocate_workspace(Params& p, const Tensor& q, const Instance<Params>& in
   need.threads = q.is_cuda() || work < kWorthThreads ? 1 : at::get_num_threads();
   constexpr int64_t kAlign = 64;
   const int64_t shared = (need.shared_bytes + kAlign - 1) / kAlign * kAlign;
-  Tensor bytes = at::empty({shared + need.threads * need.private_bytes}, q.options().dtype(at::kByte));
+  const int64_t total = shared + need.threads * need.private_bytes;
+  if (total == 0) return {};
+  Tensor bytes = at::empty({total}, q.options().dtype(at::kByte));
   need.shared = bytes.data_ptr();
   need.private_data = static_cast<char*>(need.shared) + shared;
   p.workspace = need;
@@ -140,12 +142,14 @@ std::pair<Tensor, Tensor> run_forward(ForwardParams& p, const Tensor& q, const T
   const auto options = q.options().dtype(type);
   Tensor lse =
       packed ? at::full(statistic_shape(q), -kInfinity, options) : at::empty(statistic_shape(q), options);
-  Tensor row_peaks =
-      at::full(return_max_logit ? statistic_shape(q) : std::vector<int64_t>{0}, -kInfinity, options);
   p.out = view(out), p.lse = statistic(lse);
-  if (return_max_logit) p.max_logit = statistic(row_peaks);
+  if (!return_max_logit) {
+    launch(p, q);
+    return {lse, at::empty({0}, options)};
+  }
+  Tensor row_peaks = at::full(statistic_shape(q), -kInfinity, options);
+  p.max_logit = statistic(row_peaks);
   launch(p, q);
-  if (!return_max_logit) return {lse, row_peaks};
   if (row_peaks.numel() == 0) return {lse, at::full({p.heads_q}, -kInfinity, options)};
   return {lse, packed ? row_peaks.amax(1) : row_peaks.amax({0, 2})};
 }
@@ -210,16 +214,17 @@ void backward(const c10::OperatorHandle& op, Stack* stack) {
   Tensor dk = new_tensor(q, k.sizes(), q.scalar_type(), zero_k),
          dv = new_tensor(q, v.sizes(), q.scalar_type(), zero_k);
   Tensor delta = new_tensor(q, statistic_shape(q), sum_type(q), false);
-  Tensor dbias = new_tensor(q, bias_grad ? o.bias->sizes() : at::IntArrayRef{0}, sum_type(q), true);
-  Tensor dsink = new_tensor(q, {o.sink ? p.heads_q : 0}, at::kDouble, true);
+  Tensor dbias = new_tensor(q, bias_grad ? o.bias->sizes() : at::IntArrayRef{0}, sum_type(q), bias_grad);
+  Tensor dsink = o.sink ? new_tensor(q, {p.heads_q}, at::kDouble, true)
+                        : new_tensor(q, {0}, sum_type(q), false);
   p.dq = view(dq), p.dk = view(dk), p.dv = view(dv), p.delta = statistic(delta);
   if (bias_grad)
     p.dbias = {dbias.data_ptr(), broadcast_stride(dbias, 0), broadcast_stride(dbias, 1),
                broadcast_stride(dbias, 2)};
   if (o.sink) p.dsink = dsink.data_ptr<double>();
   launch(p, q);
-  dbias = dbias.to(bias_grad ? o.bias->scalar_type() : sum_type(q));
-  dsink = dsink.to(o.sink ? o.sink->scalar_type() : sum_type(q));
+  if (bias_grad) dbias = dbias.to(o.bias->scalar_type());
+  if (o.sink) dsink = dsink.to(o.sink->scalar_type());
   torch::jit::push(*stack, dq, dk, dv, dbias, dsink);
 }
 
@@ -256,8 +261,11 @@ Tensor run_decode(const Tensor& q, const Tensor& k_cache, const MaybeTensor& v_c
   Tensor lse =
       packed ? at::full(statistic_shape(q), -kInfinity, options) : at::empty(statistic_shape(q), options);
   p.out = view(*out), p.lse = statistic(lse);
-  const Tensor rotated = new_tensor(q, p.rotary.cos ? q.sizes() : at::IntArrayRef{0}, q.scalar_type(), false);
-  if (p.rotary.cos) p.q_rotated = view(rotated);
+  Tensor rotated;
+  if (p.rotary.cos) {
+    rotated = new_tensor(q, q.sizes(), q.scalar_type(), false);
+    p.q_rotated = view(rotated);
+  }
   p.device = cuda_device_of(q);
   p.batch_invariant = o.batch_invariant;
   if (q.is_cpu() || o.batch_invariant || o.num_splits > 0) {

@@ -1,5 +1,5 @@
-// The Python module: importing it registers the operators; the functions tell what was built and run host
-// logic.
+// The Python module: importing it registers the operators; the functions call them, tell what was built and
+// run host logic.
 #include <ATen/Parallel.h>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/version.h>
@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <iterator>
 
+#include "calls.h"
 #include "common/mask.h"
 #include "dispatch.h"
 
@@ -126,6 +127,7 @@ void add_family_of(const py::capsule& capsule) {
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   using namespace flashattn;
+  for (const char* name : {"forward", "forward_out", "backward", "decode", "decode_"}) define_call(m, name);
   m.def("build_info", &build_info, "what this module was built with");
   m.def("instances", &all_instances, "the compiled kernels, one dict a row, in the dispatcher's order");
   m.def(

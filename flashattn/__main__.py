@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import os
 import platform
+import re
 import sys
+from pathlib import Path
 from types import ModuleType
 
 import torch
@@ -15,6 +17,7 @@ import flashattn
 from . import _build, _load, dispatch
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
+DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def doctor() -> int:
@@ -26,6 +29,7 @@ def doctor() -> int:
     show("flashattn", f"{flashattn.__version__} in {os.path.dirname(flashattn.__file__)}")
     show("python", f"{platform.python_version()}, {platform.platform()}")
     show("torch", f"{torch.__version__}, CUDA {torch.version.cuda or 'no'}")
+    show("driver", driver())
     cards = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
     for card in cards:
         major, minor = torch.cuda.get_device_capability(card)
@@ -44,10 +48,23 @@ def doctor() -> int:
                    or "no CUDA kernels")
     show("families", ", ".join(dispatch.families()))
     problems = [] if info["openmp"] else ["compiled without OpenMP: kernels use one thread"]
+    if cards and not info["cuda"]:
+        problems.append(f"{len(cards)} CUDA devices, but no CUDA kernels were built. Run in flashattn's "
+                        f"source tree:\n  FLASHATTN_CUDA=on {_build.INSTALL}")
     for device in (torch.device("cpu"), *(cards if info["cuda"] else ())):
         problems += show_kernels(extension, device) + check_arithmetic(device)
     show("verdict", f"BROKEN: {'; '.join(problems)}" if problems else "all is well")
     return bool(problems)
+
+
+def driver() -> str:
+    """NVIDIA's kernel driver, as it tells itself."""
+    try:
+        text = DRIVER.read_text()
+    except OSError:
+        return "none of NVIDIA's"
+    version = re.search(r"\d+\.\d+(\.\d+)?", text)
+    return f"NVIDIA {version[0]}" if version else text.partition("\n")[0]
 
 
 def show_kernels(extension: ModuleType, device: torch.device) -> list[str]:

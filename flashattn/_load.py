@@ -25,14 +25,16 @@ CUDA_FAMILIES = ("sm75", "sm80", "sm90")  # each an extension module; the dispat
 
 
 def ops() -> ModuleType:
-    """The ops in use: ``torch.ops.flashattn``, or those of a build that :func:`use` has made active.
+    """The ops in use: those of ``torch.ops.flashattn``, or of a build that :func:`use` has made active.
+
+    Eager calls get them as functions of the extension module, which cost less than torch.ops itself.
 
     Raises:
         ImportError: the extension is missing or broken; the text says how to mend it.
     """
     if _ops is None:
         raise ImportError(problem)
-    return _ops
+    return _ops if torch.compiler.is_compiling() else _extension
 
 
 def extension() -> ModuleType:

@@ -95,7 +95,9 @@ def forward(
     """
     ops = _load.ops()
     _refuse_slope_gradient(alibi_slopes)
-    q, k, v, bias, sink = _autocast(q, (q, k, v), (bias, sink))
+    if dtype := _autocast_dtype(q):
+        q, k, v = (_cast(t, dtype) for t in (q, k, v))
+        bias, sink = (_cast(t, dtype, torch.float32) for t in (bias, sink))
     left, right = _window(window)
     if dropout_p == 0.0:
         seed = None
@@ -249,7 +251,9 @@ def decode(
             NotImplementedError.
     """
     ops = _load.ops()
-    q, k_new, v_new, sink = _autocast(q, (q, k_new, v_new), (sink,))
+    if dtype := _autocast_dtype(q):
+        q, k_new, v_new = (_cast(t, dtype) for t in (q, k_new, v_new))
+        sink = _cast(sink, dtype, torch.float32)
     left, right = _window(window)
     if cache_seqlens is not None and not isinstance(cache_seqlens, Tensor):
         batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
@@ -261,15 +265,15 @@ def decode(
     options = (cache_seqlens, page_table, cache_batch_idx, leftpad, rotary_cos, rotary_sin,
                rotary_interleaved, v_head_dim, num_splits, batch_invariant, causal, left, right, softcap,
                alibi_slopes, sink, scale, cu_seqlens_q, max_seqlen_q)
-    with torch.no_grad():
-        if k_new is None and v_new is None and out is None:
-            result, lse = ops.decode(q, k_cache, v_cache, *options)
-        else:
-            result = out
-            if result is None:
-                width = v_head_dim if v_cache is None else v_cache.shape[-1]
-                result = q.new_zeros((*q.shape[:-1], width))
-            lse = ops.decode_(q, k_cache, v_cache, k_new, v_new, result, *options)
+    if k_new is None and v_new is None and out is None:
+        result, lse = ops.decode(q, k_cache, v_cache, *options)
+    else:
+        result = out
+        if result is None:  # rows of a packed q may belong to no sequence
+            width = v_head_dim if v_cache is None else v_cache.shape[-1]
+            new = q.new_empty if cu_seqlens_q is None else q.new_zeros
+            result = new((*q.shape[:-1], width))
+        lse = ops.decode_(q, k_cache, v_cache, k_new, v_new, result, *options)
     inputs = (q, k_cache, v_cache, k_new, v_new, alibi_slopes, sink)
     if _requires_grad(*inputs):
         result, lse = _InferenceOnly.apply(result, lse, *inputs)
@@ -322,22 +326,18 @@ class _InferenceOnly(torch.autograd.Function):
                                   "flashattn.forward")
 
 
-def _autocast(q: Tensor, cast: tuple[Tensor | None, ...], keep_float32: tuple[Tensor | None, ...]) -> tuple:
-    """Both tuples in one, in the autocast dtype of q's device where autocast is on.
-
-    Only floating tensors change, float64 ones do not (torch's own rule), and the second tuple may stay
-    float32.
-    """
+def _autocast_dtype(q: Tensor) -> torch.dtype | None:
+    """What autocast asks for on q's device, None where it is off."""
     device = q.device.type
     if device == "meta" or not torch.is_autocast_enabled(device):
-        return *cast, *keep_float32
-    dtype = torch.get_autocast_dtype(device)
+        return None
+    return torch.get_autocast_dtype(device)
 
-    def to(t: Tensor | None, *kept: torch.dtype) -> Tensor | None:
-        keep = t is None or not t.is_floating_point() or t.dtype in (torch.float64, *kept)
-        return t if keep else t.to(dtype)
 
-    return *(to(t) for t in cast), *(to(t, torch.float32) for t in keep_float32)
+def _cast(t: Tensor | None, dtype: torch.dtype, *kept: torch.dtype) -> Tensor | None:
+    """t in the autocast dtype; what is no floating tensor, or float64 (torch's own rule), stays as it is."""
+    keep = t is None or not t.is_floating_point() or t.dtype in (torch.float64, *kept)
+    return t if keep else t.to(dtype)
 
 
 def _window(window: Window) -> tuple[int, int]:

@@ -19,7 +19,7 @@ MOST_VARIABLES = 6
 # (rule, where the pattern is searched, pattern, where it is allowed: a file, or file.py:function)
 SEARCHES = (
     ("torch headers only in the binding", CXX, r'#\s*include\s*[<"](torch|ATen|c10)/',
-     r"csrc/((ops|autograd|python)\.cpp|ops_checks\.h)"),
+     r"csrc/((ops|autograd|python)\.cpp|(ops_checks|calls)\.h)"),
     ("no CUDA header in flashattn._C", CXX, r'#\s*include\s*[<"](cuda|cooperative_groups)',
      r"csrc/(families/.*|(common|any|mma|sm90)/.*\.cuh)"),
     ("pybind11 only in the modules", CXX, r'#\s*include\s*[<"]pybind11/', r"csrc/families/module\.h"),

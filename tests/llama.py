@@ -1,8 +1,12 @@
 """What small Llama-style models of the tests are made of."""
 
+import functools
+
 import torch
 import torch.nn.functional as F
 from torch import nn
+
+import flashattn
 
 
 class Layer(nn.Module):
@@ -23,6 +27,20 @@ class Layer(nn.Module):
         x = x + self.output(attend(q, k, v).flatten(-2))
         y = self.norms[1](x)
         return x + self.down(F.silu(self.gate(y)) * self.up(y))
+
+
+class Block(nn.Module):
+    """x (batch, length, WIDTH) to the same, with this attention; it can be copied and pickled."""
+
+    WIDTH = 32
+
+    def __init__(self):
+        super().__init__()
+        self.layer = Layer(self.WIDTH, 4, 2, 8)
+        self.attend = functools.partial(flashattn.forward, causal=True, softcap=5.0, deterministic=True)
+
+    def forward(self, x):
+        return self.layer(x, self.attend)
 
 
 def rotary_tables(positions, dim, device):

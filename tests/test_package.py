@@ -17,7 +17,8 @@ import boundaries
 import pytest
 import torch
 
-from flashattn import _build
+import flashattn.__main__ as doctor
+from flashattn import _build, _load
 
 ROOT = Path(__file__).resolve().parents[1]
 NEXT_COMMAND = "pip install --no-build-isolation ."
@@ -241,6 +242,8 @@ def test_metadata(tree):
     assert fields["Requires-Python"] == ">=3.10"
     assert fields.get_all("Requires-Dist") == ["torch>=2.11"]
     assert fields["License-Expression"] == "BSD-3-Clause"
+    (plugin,) = metadata.PathDistribution(folder).entry_points
+    assert (plugin.group, plugin.value) == ("vllm.general_plugins", "flashattn.integrations.vllm:register")
     requires = (tree / "pyproject.toml").read_text().split("requires = ")[1].split("\n")[0]
     assert "torch" not in requires
 
@@ -268,6 +271,14 @@ def test_wheel_works_away_from_the_source_tree(tmp_path):
               "print(flashattn.__file__, _build.csrc())")
     result = run(sys.executable, "-c", script, cwd=tmp_path, PYTHONPATH=str(site))
     assert result.output.split() == [str(site / "flashattn/__init__.py"), str(site / "flashattn/_csrc")]
+
+    (site / "flashattn/_build_info.json").write_text('{"torch": "2.11.0+cu130"}')
+    result = run(sys.executable, "-m", "flashattn", "doctor", cwd=tmp_path, PYTHONPATH=str(site))
+    assert result.returncode == 1
+    assert (f"verdict     BROKEN: flashattn is compiled against torch 2.11.0+cu130, but torch "
+            f"{torch.__version__} is running; C++ extensions do not carry over. Run in flashattn's source "
+            "tree:\n  pip install setuptools wheel ninja && pip install --no-build-isolation "
+            "--force-reinstall --no-deps .") in result.output
 
 
 def files(folder):
@@ -339,6 +350,26 @@ def test_doctor_is_content_with_this_installation():
     assert "verdict     all is well" in result.output
     for op in ("forward", "backward", "decode"):
         assert f"{op:11} float64   {op}_cpu_" in result.output
+
+
+def test_doctor_shows_the_driver_and_misses_the_kernels_of_a_card(tmp_path, monkeypatch, capsys):
+    version = tmp_path / "version"
+    version.write_text("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.95.05  Release Build\n")
+    monkeypatch.setattr(doctor, "DRIVER", version)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda card: "NVIDIA H200")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda card: (9, 0))
+    built = _load.extension().build_info()["cuda"]
+    monkeypatch.setattr(doctor, "show_kernels", lambda extension, device: [])
+    monkeypatch.setattr(doctor, "check_arithmetic", lambda device: [])
+    assert doctor.doctor() == (not built)
+    text = capsys.readouterr().out
+    assert "driver      NVIDIA 580.95.05\n" in text
+    assert "cuda:0      NVIDIA H200, compute capability 9.0\n" in text
+    if not built:
+        assert "no CUDA kernels were built. Run in flashattn's source tree:\n  FLASHATTN_CUDA=on pip" in text
+    monkeypatch.setattr(doctor, "DRIVER", tmp_path / "nowhere")
+    assert doctor.driver() == "none of NVIDIA's"
 
 
 def test_explain_command():

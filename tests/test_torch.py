@@ -1,21 +1,28 @@
 """The operators as torch sees them: opcheck, compile, export, fakes, autocast, autograd, determinism."""
 
+import copy
 import functools
+import io
 import itertools
 import math
+import pickle
 
+import numpy as np
 import pytest
 import torch
 import torch._dynamo.testing
 import torch.autograd.forward_ad as forward_ad
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import flashattn
 from cases import DTYPES, dense, ints, packed
 from compare import assert_close_2x, assert_identical
-from flashattn import reference
+from flashattn import _load, reference
 from layouts import laid_out
+from llama import Block
 
 OPS = torch.ops.flashattn
 DEFAULTS = {"softcap": 0.0, "causal": False, "window_left": -1, "window_right": -1, "dropout_p": 0.0,
@@ -189,6 +196,61 @@ def test_opcheck_decode_paged_packed_and_mla(device):
     torch.library.opcheck(OPS.decode, positional(OPS.decode, **mla))
     mla |= {"k_new": torch.randn(2, 2, 2, 16, device=device), "out": torch.zeros(2, 2, 4, 8, device=device)}
     torch.library.opcheck(OPS.decode_, positional(OPS.decode_, **mla))
+
+
+# Operators as functions of the module -----------------------------------------------------------------------
+
+def test_an_eager_call_is_the_operator(device):
+    """Modes of torch.dispatch and torch.function see torch's operator, under its name."""
+    class Names(TorchDispatchMode):
+        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+            names.append(str(op))
+            return op(*args, **kwargs or {})
+
+    class Functions(TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            names.append(str(function))
+            return function(*args, **kwargs or {})
+
+    wanted = flashattn.forward(*small(device))
+    for mode in (Names(), Functions()):
+        names = []
+        torch.manual_seed(0)
+        with mode:
+            out = flashattn.forward(*small(device))
+        assert any("flashattn.forward" in name for name in names), names
+        assert out.shape == wanted.shape
+    with torch.profiler.profile() as profile:
+        flashattn.forward(*small(device))
+    assert "flashattn::forward" in {event.key for event in profile.key_averages()}
+
+
+def test_tensor_subclasses_are_asked(device):
+    class Asked(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, function, types, args=(), kwargs=None):
+            asked.append(str(function))
+            return super().__torch_function__(function, types, args, kwargs or {})
+
+    asked = []
+    q, k, v = small(device)
+    out = flashattn.forward(q.as_subclass(Asked), k, v)
+    assert isinstance(out, Asked) and any("flashattn.forward" in name for name in asked)
+    assert_identical(out.as_subclass(torch.Tensor), flashattn.forward(q, k, v), "out")
+
+
+def test_what_is_no_plain_argument_goes_to_torch(device):
+    """Numbers that are equal are the same; what the schema does not take is torch's error."""
+    q, k, v = small(device)
+    options = {"scale": 2.0, "softcap": 3.0, "causal": True, "window": (4, 2)}
+    alike = {"scale": 2, "softcap": 3, "causal": True, "window": (np.int64(4), np.int32(2))}
+    assert_identical(flashattn.forward(q, k, v, **alike), flashattn.forward(q, k, v, **options), "out")
+    for name, value in (("causal", "yes"), ("bias", [1.0]), ("scale", "big"), ("max_seqlen_k", 2.5),
+                        ("max_seqlen_k", 2**64)):
+        with pytest.raises((TypeError, RuntimeError), match=f"(?s)flashattn.*{name}|overflow|too large"):
+            flashattn.forward(q, k, v, **{name: value})
+    with pytest.raises(RuntimeError, match="flashattn::forward"):
+        _load.extension().forward(q, k, v)
 
 
 # torch.compile ----------------------------------------------------------------------------------------------
@@ -397,6 +459,42 @@ def test_export_decode(device):
     copies = {name: t.clone() for name, t in arguments.items()}
     assert_identical(program.module()(**arguments), Step()(**copies), "out")
     assert_identical(arguments["k_cache"], copies["k_cache"], "k_cache")
+
+
+@pytest.mark.slow
+def test_ahead_of_time_packages(device, tmp_path):
+    """A forward of any length and a decode step, compiled by AOTInductor, saved and loaded."""
+    def packaged(module, name, *given, **options):
+        with torch.no_grad():
+            program = torch.export.export(module, *given, **options)
+        path = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / name))
+        return torch._inductor.aoti_load_package(path)
+
+    length = torch.export.Dim("length", min=2, max=512)
+    attend = packaged(Attend(), "attend.pt2", small(device, len_q=12, len_k=12),
+                      dynamic_shapes=({1: length},) * 3)
+    for size in (12, 5, 130):
+        tensors = small(device, len_q=size, len_k=size)
+        assert_all_identical(attend(*tensors), Attend()(*tensors))
+    arguments = decode_arguments(device)
+    step = packaged(Step(), "step.pt2", (), arguments)
+    copies = {name: t.clone() for name, t in arguments.items()}
+    assert_identical(step(**arguments), Step()(**copies), "out")
+    for name in ("k_cache", "v_cache"):
+        assert_identical(arguments[name], copies[name], name)
+
+
+def test_modules_are_copied_and_pickled(device):
+    """A block of a model by copy.deepcopy, pickle and torch.save: the same results and gradients."""
+    block = Block().to(device)
+    x = torch.randn(2, 9, Block.WIDTH, device=device)
+    file = io.BytesIO()
+    torch.save(block, file)
+    file.seek(0)
+    copies = copy.deepcopy(block), pickle.loads(pickle.dumps(block)), torch.load(file, weights_only=False)
+    wanted = value_and_grads(block, (x,))
+    for other in copies:
+        assert_all_identical(value_and_grads(other, (x,)), wanted)
 
 
 def properties(results):

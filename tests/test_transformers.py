@@ -90,13 +90,15 @@ def in_three_ways(model, run, run_eager=None, dtype=torch.float32):
 
 
 def assert_all_close(ours, oracle, plain):
-    """The 2x rule for the logits, and for all gradients together, each in units of its largest."""
+    """The 2x rule for the logits, and for all gradients together, each in units of its largest (those of
+    biases of keys are 0, but for rounding)."""
     assert_close_2x(ours[0], oracle[0], plain[0], "logits")
-    units = [1 / grad.abs().max().clamp(min=1e-30) for grad in oracle[1]]
-    assert_close_2x(*(torch.cat([(grad.double() * unit).flatten() for grad, unit in zip(grads, units)])
-                      .to(plain[0].dtype) for _, grads in (ours, oracle)),
-                    torch.cat([(grad.double() * unit).flatten() for grad, unit in zip(plain[1], units)])
-                    .to(plain[0].dtype), "gradients")
+    sizes = [grad.abs().max() for grad in oracle[1]]
+    units = [size + 1e-2 * max(sizes) for size in sizes]
+    scaled = (torch.cat([(grad.double() / unit).flatten() for grad, unit in zip(grads, units, strict=True)])
+              for _, grads in (ours, oracle, plain))
+    assert_close_2x(*(grads.to(dtype) for grads, dtype in zip(
+        scaled, (plain[0].dtype, torch.float64, plain[0].dtype))), "gradients")
 
 
 def gradients(model, loss):
@@ -119,8 +121,8 @@ def padded_batch(side, device="cpu"):
 @pytest.fixture(params=["wide", "narrow"])
 def dtype(request, device):
     """The dtypes that models run in on this device."""
-    wide, narrow = (torch.float32, torch.bfloat16) if device.type == "cpu" else (torch.bfloat16, torch.float16)
-    return wide if request.param == "wide" else narrow
+    return {("cpu", "wide"): torch.float32, ("cpu", "narrow"): torch.bfloat16,
+            ("cuda", "wide"): torch.bfloat16, ("cuda", "narrow"): torch.float16}[device.type, request.param]
 
 
 @pytest.fixture
@@ -242,8 +244,8 @@ def test_packed_sequences_by_bounds_alone(device, calls):
         return model(ids, use_cache=False, **options).logits
 
     visible = (torch.arange(9)[:, None] >= 4) == (torch.arange(9) >= 4)
-    visible &= sdpa_mask(1, 9, 9, mask_function=sliding_window_causal_mask_function(4),
-                         allow_is_causal_skip=False)
+    visible = visible & sdpa_mask(1, 9, 9, mask_function=sliding_window_causal_mask_function(4),
+                                  allow_is_causal_skip=False)
     expected = run(attention_mask=visible.to(device))
     calls.clear()
     torch.testing.assert_close(run(**known), expected)
@@ -351,11 +353,12 @@ def test_a_model_from_its_configuration(device, tmp_path, dtype):
 
 # ---- generation -----------------------------------------------------------------------------------------
 
-def generate(model, prompts, mask=None, cache="dynamic", **options):
+def generate(model, prompts, mask=None, implementation="dynamic", **options):
     """New tokens, and the logits that each was chosen by."""
     mask = torch.ones_like(prompts) if mask is None else mask
-    out = model.generate(prompts, attention_mask=mask, max_new_tokens=6, do_sample=False, eos_token_id=None,
-                         cache_implementation=cache, return_dict_in_generate=True, output_logits=True, **options)
+    out = model.generate(
+        prompts, attention_mask=mask, max_new_tokens=6, do_sample=False, eos_token_id=None,
+        cache_implementation=implementation, return_dict_in_generate=True, output_logits=True, **options)
     return out.sequences[:, prompts.shape[1]:], torch.stack(out.logits, dim=1)
 
 
@@ -376,18 +379,28 @@ def test_generation_from_left_padded_prompts_equals_each_prompt_alone(kind, cach
     assert_close_2x(ours[1], oracle[1], plain[1], "logits")
     assert [name for name, _ in calls] == ["forward"] * 2 + ["decode"] * 10
     assert not any(options.get("mask") is not None for _, options in calls)
-    assert all(options["leftpad"].tolist()[0] == 0 for name, options in calls if name == "decode")
+    if kind in ("llama", "qwen3", "deepseek"):                           # in windows padding passes by
+        assert all(options["leftpad"].tolist() == [0, 7, 4] for name, options in calls if name == "decode")
 
 
-@pytest.mark.parametrize("cache", ["dynamic", "static"])
-def test_generation_from_right_padded_prompts(cache, device):
-    """Padding lies amid the keys then, and hidden from all queries."""
-    ids, real, _, _ = padded_batch("right", device)
-    model = build("mistral", device)
-    ours, oracle, plain = in_three_ways(model, lambda m: generate(m, ids, real, cache, disable_compile=True),
-                                        lambda m: generate(m, ids, real))
-    assert torch.equal(ours[0], oracle[0])
-    assert_close_2x(ours[1], oracle[1], plain[1], "logits")
+def test_a_step_behind_a_right_padded_prompt(dtype, device):
+    """Padding lies amid the keys then, hidden from all queries."""
+    ids, real, positions, sequences = padded_batch("right", device)
+    model = build("llama", device)
+    step = torch.tensor([[3], [4], [5]], device=device)
+
+    @torch.no_grad()
+    def batch(m):
+        past = transformers.DynamicCache(config=m.config)
+        m(ids, attention_mask=real, position_ids=positions, **{CACHE: past})
+        return m(step, attention_mask=torch.nn.functional.pad(real, (0, 1), value=1),
+                 position_ids=real.sum(1, keepdim=True), **{CACHE: past}).logits[:, 0]
+
+    @torch.no_grad()
+    def alone(m):
+        return torch.stack([m(torch.cat([s, new])[None]).logits[0, -1] for s, new in zip(sequences, step)])
+
+    assert_close_2x(*in_three_ways(model, batch, alone, dtype), "logits")
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt_oss"])
@@ -596,7 +609,7 @@ def test_masks_that_do_not_fit_are_errors():
 # ---- masks by their rule --------------------------------------------------------------------------------
 
 def visible_through(mask, q_length, kv_length, batch=2, causal=True):
-    """(B, Sq, Sk): which keys attention() lets each query see, by weights of equal scores on one-hot values."""
+    """(B, Sq, Sk): which keys attention() lets each query see: equal scores, one-hot values."""
     layer = Layer()
     layer.is_causal = causal
     q, k = torch.zeros(batch, 1, q_length, 8), torch.zeros(batch, 1, kv_length, 8)
@@ -652,19 +665,21 @@ def test_a_mask_by_its_rule_shows_what_its_elements_show(kind, padding):
         "window on both sides": (masking_utils.sliding_window_bidirectional_mask_function(2), 2),
         "chunks": (masking_utils.chunked_causal_mask_function(3, torch.zeros(2, dtype=torch.long)), 3),
     }[kind]
-    kinds = {type(None): 0, Mask: 0, torch.Tensor: 0}
     sizes = itertools.product((1, 2, 6), (1, 2, 6, 9), (0, 1, 3), (0, 1, 2), (False, True))
     for q_length, kv_length, q_offset, kv_offset, in_tensor in sizes:
-        if in_tensor and q_offset + q_length > kv_offset + kv_length:
-            continue                                                     # more than a static cache holds
+        if in_tensor and not kv_offset < q_offset + q_length <= kv_offset + kv_length:
+            continue                                                     # not what a static cache holds
         got = assert_same_mask(dict(
-            batch_size=2, q_length=q_length, kv_length=kv_length, mask_function=function,
+            batch_size=2, q_length=q_length, kv_length=kv_length, kv_offset=kv_offset,
+            q_offset=torch.tensor(q_offset) if in_tensor else q_offset, mask_function=function,
             attention_mask=PADDINGS[padding](kv_offset + kv_length), local_size=local_size,
-            q_offset=torch.tensor(q_offset) if in_tensor else q_offset, kv_offset=kv_offset), "causal" == kind)
-        kinds[type(got)] += 1
-    assert (kinds[Mask] > 20) == (kind != "chunks" and padding != "holes" or
-                                  kind == "bidirectional" and kinds[Mask] > 20), kinds
-    assert (kinds[type(None)] > 4) == (padding in ("none", "ones") and kind in ("causal", "bidirectional"))
+        ), causal=kind in ("causal", "window"))
+        if q_length == kv_length == 6 and q_offset == kv_offset and not in_tensor:
+            if padding == "holes" or kind == "chunks":
+                assert type(got) is torch.Tensor
+            elif not (padding == "left" and kv_offset == 2):             # the padding lies before the keys
+                plain = padding in ("none", "ones") and kind in ("causal", "bidirectional")
+                assert type(got) is (type(None) if plain else Mask)
 
 
 @pytest.mark.parametrize("window", [None, 2])
@@ -706,7 +721,8 @@ def test_a_mask_is_a_tensor_to_everything_else():
     mask, expected = rule_of_left_padding()
     assert isinstance(mask, torch.Tensor) and mask.dtype == torch.bool and mask.shape == expected.shape
     assert torch.equal(mask & torch.ones(6, dtype=torch.bool), expected) and torch.equal(~mask, ~expected)
-    assert torch.equal(torch.where(mask, 1.0, 0.0), expected.float()) and torch.equal(mask.float().bool(), expected)
+    assert torch.equal(torch.where(mask, 1.0, 0.0), expected.float())
+    assert torch.equal(mask.float(), expected.float())
     assert mask.rule is not None and mask.to("cpu") is mask and "Mask" in repr(mask)
     part = mask[:, :, -2:, :4]
     assert type(part) is torch.Tensor and torch.equal(part, expected[:, :, -2:, :4])
@@ -756,7 +772,8 @@ def test_the_page_runs():
     for snippet in snippets:
         exec(compile(snippet, PAGE.name, "exec"), names)
     assert names["model"].config._attn_implementation == NAME
-    assert names["embeddings"].shape == (2, 384) and names["loss"].isfinite() and names["tokens"].shape[1] == 20
+    assert names["embeddings"].shape == (2, 384) and names["loss"].isfinite()
+    assert names["tokens"].shape[1] == 20
 
 
 def save_encoder(folder):

@@ -33,7 +33,7 @@ _REFUSED = {
 }
 # What models hand on to every layer that is no business of attention.
 _UNRELATED = {
-    "position_ids", "cache_position", "use_cache", "cache", "past_key_values", "token_type_ids", "labels",
+    "cache_position", "use_cache", "cache", "past_key_values", "token_type_ids", "labels",
     "num_items_in_batch", "seq_idx", "logits_to_keep", "input_ids",
 }
 _FEW_QUERIES = 16                                                        # what decode kernels have rows for
@@ -70,6 +70,7 @@ def attention(
     cu_seq_lens_k: Tensor | None = None,
     max_length_q: int | Tensor | None = None,
     max_length_k: int | Tensor | None = None,
+    position_ids: Tensor | None = None,
     deterministic: bool | None = None,
     **kwargs,
 ) -> tuple[Tensor, None]:
@@ -89,6 +90,8 @@ def attention(
         cu_seq_lens_q, cu_seq_lens_k: (sequences + 1) int32, both or neither: rows of the batch, one row
             behind the other, hold these sequences, and each attends to itself alone.
         max_length_q, max_length_k: the longest of them, an int; a tensor or None costs a synchronisation.
+        position_ids: (1, S), of a causal layer whose mask hides nothing else: a sequence starts where they do
+            not increase.  Some models tell packed sequences to their masks, others (gpt-oss) only here.
         deterministic: the gradients are the same bits on every run.
         kwargs: what else a model passes on.
 
@@ -118,6 +121,8 @@ def attention(
             rule = Rule(rule.causal, rule.window, rows=rows)
         else:
             rule, attention_mask = None, _within_sequences(attention_mask, q, k, rows)
+    elif rule is not None and rule.causal and not (rule.rows or rule.has_lengths) and position_bias is None:
+        rule = replace(rule, rows=_rows_of_positions(position_ids, q, k))
     if rule is not None and (position_bias is not None and rule.moves_rows or
                              rule.leftpad is not None and not (inference and dropout == 0)):
         rule = None                                                      # the mask's elements serve these
@@ -378,10 +383,10 @@ def _rule(
     first = torch.minimum(torch.where(real, index, keys).amin(1), stop)
     left, right, holes = torch.stack([                                   # the one synchronisation
         (first > 0).any(), (stop < last).any(), (stop - first != real.sum(1)).any()]).tolist()
-    if not (left or right):
-        return rule
     if holes:
         return None
+    if not (left or right):
+        return rule
     if ordered and not own_keys:                                         # queries behind a cache
         return None if right or torch.is_grad_enabled() else replace(rule, leftpad=first)
     if left:
@@ -431,10 +436,11 @@ def _packed(bounds_q: Tensor, bounds_k: Tensor, longest_q: int, longest_k: int) 
 
 def _refuse(keywords: dict) -> None:
     for keyword, given in keywords.items():
-        if given is None or given is False or keyword in _UNRELATED or keyword == "output_hidden_states":
+        if given is None or given is False or keyword in _UNRELATED:
             continue
-        meaning = _REFUSED.get(keyword, "what this keyword, unknown to it, means")
-        raise NotImplementedError(f"{keyword} is given, but this attention does not support {meaning}")
+        if keyword in _REFUSED or not keyword.startswith(("output_", "return_")):
+            meaning = _REFUSED.get(keyword, "this keyword, whose meaning it does not know")
+            raise NotImplementedError(f"{keyword} is given, but this attention does not support {meaning}")
 
 
 def _rule_of_layer(
@@ -461,6 +467,29 @@ def _packed_rows(
     longest_q, longest_k = (int(cu.diff().max() if longest is None else longest)
                             for cu, longest in ((cu_q, longest_q), (cu_k, longest_k)))
     return _packed(cu_q.to(torch.int32), cu_k.to(torch.int32), longest_q, longest_k)
+
+
+def _rows_of_positions(position_ids: Tensor | None, q: Tensor, k: Tensor) -> dict:
+    """Packed rows of a batch of one row, nothing if that is one sequence; found once for all layers."""
+    length = q.shape[1]
+    if position_ids is None or position_ids.shape != (1, length) or q.shape[0] != 1 or length != k.shape[1]:
+        return {}
+    if length == 1 or torch.compiler.is_compiling() or q.is_cuda and torch.cuda.is_current_stream_capturing():
+        return {}
+    known, version = getattr(position_ids, "_flashattn_rows", None), None
+    if not position_ids.is_inference():
+        version = position_ids._version                                  # what it holds may have changed
+        if known is not None and known[0] == version:
+            return known[1]
+    starts = (position_ids[0].diff() <= 0).nonzero().flatten() + 1       # a synchronisation
+    rows = {}
+    if len(starts):
+        bounds = nn.functional.pad(starts, (1, 0)).to(torch.int32)
+        bounds = nn.functional.pad(bounds, (0, 1), value=length)
+        longest = int(bounds.diff().amax())
+        rows = _packed(bounds, bounds, longest, longest)
+    position_ids._flashattn_rows = version, rows
+    return rows
 
 
 def _within_sequences(mask: Tensor, q: Tensor, k: Tensor, rows: dict) -> Tensor:

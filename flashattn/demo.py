@@ -58,15 +58,18 @@ def encoder_path() -> Path:
     return Path(spec.submodule_search_locations[0]) / "model"
 
 
-def embed(sentences: tuple[str, ...], implementation: str, dtype: torch.dtype = torch.float32) -> Tensor:
+def embed(
+    sentences: tuple[str, ...], implementation: str, dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+) -> Tensor:
     """Unit embeddings (len(sentences), 384), float64, by the encoder with this attention implementation."""
     from transformers import AutoModel, AutoTokenizer
 
     path = encoder_path()
     tokens = AutoTokenizer.from_pretrained(path, local_files_only=True)(
-        list(sentences), padding=True, return_tensors="pt")
+        list(sentences), padding=True, return_tensors="pt").to(device)
     model = AutoModel.from_pretrained(
-        path, attn_implementation=implementation, dtype=dtype, local_files_only=True).eval()
+        path, attn_implementation=implementation, dtype=dtype, local_files_only=True).eval().to(device)
     with torch.no_grad():
         states = model(**tokens).last_hidden_state.double()              # (B, S, 384)
     real = tokens["attention_mask"].unsqueeze(-1).double()

@@ -224,7 +224,7 @@ def everything(options: argparse.Namespace) -> int:
     start, ended = time.monotonic(), {}
     for name, seconds in plan.items():
         inner = [f"--budget={max(1, seconds - 8):.0f}"] if name != "cold" else []
-        inner += [f"--seconds={TIMED[name][2] * scale:.2g}"] if name in TIMED else []
+        inner += [f"--seconds={TIMED[name][3] * scale:.2g}"] if name in TIMED else []
         say(f"\n== {name} (at {time.monotonic() - start:.0f} s)")
         try:
             done = subprocess.run([sys.executable, "-m", "bench", *bookkeeping(options), name, *inner],

@@ -92,12 +92,12 @@ def figures(call: list, flush: list, l2: str | None, l2_bytes: int) -> dict:
     return moved | {"kernels": [name for name, _ in call]}
 
 
-def child(cases: list[tuple[Shape, Peer]], done: Path, budget_s: float) -> None:
+def child(cases: list[tuple[Shape, Peer]], done: Path, budget_s: float, device: str = "cuda") -> None:
     """The program under ncu: one call of each case, and a line in `done` for each: its error, or ''.
 
     A case with markers around its kernels is launched, with an error or without.
     """
-    start, flush = time.monotonic(), torch.ones(FLUSH_BYTES // 4, device="cuda")
+    start, flush = time.monotonic(), torch.ones(FLUSH_BYTES // 4, device=device)
     cudart = torch.cuda.cudart()
     with open(done, "w") as log, torch.no_grad():
         for shape, peer in cases:
@@ -106,7 +106,7 @@ def child(cases: list[tuple[Shape, Peer]], done: Path, budget_s: float) -> None:
             if not why:
                 try:
                     with peer.setting():
-                        call = peer.prepare(shape, shape.inputs("cuda"))
+                        call = peer.prepare(shape, shape.inputs(device))
                         call()
                         flush.sum()
                         torch.cuda.synchronize()
@@ -177,7 +177,7 @@ def rows_on_card(peers: list[Peer], pattern: str = "", budget_s: float = 120) ->
     found = iter(calls(kernels))
     for (shape, r), entry in zip(base, logged + [None] * (len(base) - len(logged))):
         counted = next(found, ((), ())) if entry and entry["launched"] else ((), ())
-        error = entry["error"] if entry else failure(text, said)
+        error = entry["error"] if entry else f"not reached: {failure(text, said)}"
         if not error:
             try:
                 yield shape, r | figures(*counted, l2, l2_bytes) | {"passes": passes}

@@ -50,11 +50,11 @@ def peak_extra(shape: Shape, peer_name: str) -> dict:
         return fresh.submit(_measure, shape, peer_name).result()
 
 
-def peak_on_card(shape: Shape, peer: Peer) -> dict:
+def peak_on_card(shape: Shape, peer: Peer, device: str = "cuda") -> dict:
     """A row: the bytes that one call takes of the current CUDA device, results included, and its time."""
     torch.cuda.empty_cache()
     with peer.setting(), torch.set_grad_enabled(shape.differentiates):
-        call = peer.prepare(shape, shape.inputs("cuda"))
+        call = peer.prepare(shape, shape.inputs(device))
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before, begin = torch.cuda.memory_allocated(), time.perf_counter()
@@ -65,7 +65,9 @@ def peak_on_card(shape: Shape, peer: Peer) -> dict:
     return {"peer": peer.name, "seconds": seconds, "extra_bytes": peak - before}
 
 
-def rows_on_card(peers: list[Peer], shapes: list[Shape]) -> Iterator[tuple[Shape, dict]]:
+def rows_on_card(
+    peers: list[Peer], shapes: list[Shape], device: str = "cuda"
+) -> Iterator[tuple[Shape, dict]]:
     """Every shape by every peer, or the error in its place; who ran out of memory once is not asked again."""
     full = set()
     for shape in shapes:
@@ -78,7 +80,7 @@ def rows_on_card(peers: list[Peer], shapes: list[Shape]) -> Iterator[tuple[Shape
             try:
                 if why := peer.refuses(shape):
                     raise NotImplementedError(why)
-                yield shape, measured | peak_on_card(shape, peer)
+                yield shape, measured | peak_on_card(shape, peer, device)
             except Exception as error:
                 if isinstance(error, torch.OutOfMemoryError):
                     full.add((peer.name, shape.op))

@@ -276,6 +276,7 @@ def _growth(records):
     axis.set_ylabel("bytes of memory")
     for axis in axes[len(kinds) + 1:]:
         axis.set_visible(False)
+    _legend(picture, axes[:1])
     return picture
 
 
@@ -285,15 +286,15 @@ def _power(axis, peer: str, points: list[tuple[float, float]], marker: str | Non
     half = points[len(points) // 2:]
     if len(half) > 1:
         exponent = slope(half)
-        label = f"{label}: {exponent:.2f}"
         x0, y0 = (math.exp(sum(math.log(point[i]) for point in half) / len(half)) for i in (0, 1))
         ends = [points[0][0], points[-1][0]]
         axis.plot(ends, [y0 * (x / x0) ** exponent for x in ends], color=colour, linewidth=0.9,
                   linestyle="--")
+        shift, ha, va = ((5, -3), "left", "top") if peer == "ours" else ((-5, 3), "right", "bottom")
+        axis.annotate(f"power {exponent:.2f}", half[0], xytext=shift, textcoords="offset points", ha=ha,
+                      va=va, fontsize=8, color=colour)
     axis.plot(*zip(*points), color=colour, marker=own if marker is None else marker,
               linestyle="" if marker is None else "-", markersize=4, label=label)
-    axis.legend(loc="lower right", handletextpad=0.2, borderaxespad=0.1, fontsize=7.5, title="power",
-                title_fontsize=7.5, alignment="left")
 
 
 def _roofline(records):
@@ -309,7 +310,8 @@ def _roofline(records):
               color="#444444", linewidth=1.4)
     middle = math.sqrt(low * ridge)
     axis.annotate(f"{top['read_gbytes'] / 1e3:.2f} TB/s, reading",
-                  (middle, middle * top["read_gbytes"] / 1e3), xytext=(-8, 4), textcoords="offset points", ha="right", fontsize=8.5, color="#444444")
+                  (middle, middle * top["read_gbytes"] / 1e3), xytext=(-8, 4), ha="right",
+                  textcoords="offset points", fontsize=8.5, color="#444444")
     axis.annotate(f"{top['gflops'] / 1e3:.0f} TFLOP/s, bfloat16 product", (high, top["gflops"] / 1e3),
                   xytext=(-4, 4), textcoords="offset points", ha="right", fontsize=8.5, color="#444444")
     colours = {"forward": "#c8102e", "backward": "#1f5fa8", "decode": "#3a7d2c"}

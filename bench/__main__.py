@@ -25,9 +25,10 @@ from .timing import time_shape
 MEMORY_LIMIT = 64 * 2**20  # bytes that our forward may take besides inputs and outputs
 RIVALS = "ours,sdpa_flash,cudnn,fa3"
 PACKAGES = "fa2,fa4,xformers"
-ALL = {  # seconds that each part of `all` may take, of which the start of its process is 5 or so
-    "cuda": 130, "decode": 60, "io": 90, "memory-cuda": 35, "exact": 35, "growth": 45, "graphs": 15,
-    "overhead-cuda": 15, "cold": 25}
+ALL = {  # seconds that each part of `all` may take, of which the start of its process is START
+    "cuda": 130, "decode": 50, "io": 90, "memory-cuda": 45, "exact": 35, "growth": 50, "graphs": 22,
+    "overhead-cuda": 17, "cold": 20}
+START = 6
 
 
 class Record:
@@ -217,18 +218,23 @@ def cold_rows(options: argparse.Namespace, peers: list) -> Iterator[dict]:
 
 
 def everything(options: argparse.Namespace) -> int:
-    """All parts of ALL and the report, inside the budget: 1 if one failed, whose reasons its output says."""
+    """All parts of ALL and the report: 1 if one failed, whose reasons its output says.
+
+    A part may use what those before it have left of their time, and not what those after it need.
+    """
     scale = options.budget / sum(ALL.values())
     plan = {name: scale * seconds for name, seconds in ALL.items()}
     say("budget  " + "  ".join(f"{name} {seconds:.0f} s" for name, seconds in plan.items()))
-    start, ended = time.monotonic(), {}
+    start, planned, ended = time.monotonic(), 0.0, {}
     for name, seconds in plan.items():
-        inner = [f"--budget={max(1, seconds - 8):.0f}"] if name != "cold" else []
+        planned += seconds
+        left = max(seconds / 2, planned - (time.monotonic() - start))
+        inner = [f"--budget={max(1, left - START):.0f}"] if name != "cold" else []
         inner += [f"--seconds={TIMED[name][3] * scale:.2g}"] if name in TIMED else []
         say(f"\n== {name} (at {time.monotonic() - start:.0f} s)")
         try:
             done = subprocess.run([sys.executable, "-m", "bench", *bookkeeping(options), name, *inner],
-                                  cwd=results.ROOT, timeout=1.5 * seconds + 30)
+                                  cwd=results.ROOT, timeout=left + 40)
             ended[name] = "done" if done.returncode == 0 else f"exit status {done.returncode}"
         except subprocess.TimeoutExpired:
             ended[name] = "stopped: it took too long"

@@ -42,11 +42,11 @@ def cards() -> list[dict]:
 
 
 class Watch:
-    """Clock, power and temperature of the first card, ten times a second for as long as it is entered."""
+    """Clock, power and temperature of the first card, twice a second for as long as it is entered."""
 
     def __enter__(self) -> "Watch":
         try:
-            self.process = subprocess.Popen([*_query(*SAMPLED), "--id=0", "--loop-ms=100"], text=True,
+            self.process = subprocess.Popen([*_query(*SAMPLED), "--id=0", "--loop-ms=500"], text=True,
                                             stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
         except OSError:
             self.process = None

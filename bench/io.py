@@ -139,7 +139,7 @@ def under_ncu(names: list[str], done: Path, metrics: tuple[str, ...], pattern: s
     with subprocess.Popen(command, cwd=Path(__file__).parent.parent, text=True, start_new_session=True,
                           stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
         try:
-            said, _ = process.communicate(timeout=budget_s + 60)
+            said, _ = process.communicate(timeout=budget_s + 30)
         except subprocess.TimeoutExpired as error:
             os.killpg(process.pid, signal.SIGKILL)  # ncu and the program
             said = f"==ERROR== {reason(error)}"

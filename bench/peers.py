@@ -1,7 +1,10 @@
 """What is compared.  A peer says whether it is here and whether it takes a shape, and prepares one call."""
 
+import importlib
+import importlib.util
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -18,6 +21,7 @@ class Peer:
     """One implementation of attention.  A subclass gives ``bind`` and, where it has limits, the reasons."""
 
     heads_first = False  # takes and returns (B, H, S, D) rather than (B, S, H, D)
+    standard = False  # writes the score matrix to memory
 
     def __init__(self, name: str, text: str = ""):
         self.name = name
@@ -142,13 +146,14 @@ class Sdpa(Peer):
     def __init__(self, name: str, text: str = "", backend: SDPBackend | None = None):
         super().__init__(name, text)
         self.backend = backend
+        self.standard = backend is SDPBackend.MATH
 
     def missing(self) -> str:
-        if self.backend is SDPBackend.CUDNN_ATTENTION:
+        if self.backend in (SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION):
             if not torch.cuda.is_available():
                 return "no CUDA device"
-            if not torch.backends.cudnn.is_available():
-                return "this torch has no cuDNN"
+        if self.backend is SDPBackend.CUDNN_ATTENTION and not torch.backends.cudnn.is_available():
+            return "this torch has no cuDNN"
         return ""
 
     def refuses(self, shape: Shape) -> str:
@@ -178,53 +183,191 @@ class Sdpa(Peer):
         return sdpa_kernel(self.backend) if self.backend else nullcontext()
 
 
-class Fa3(Peer):
-    """FlashAttention-3 as PyPI's fa3-fwd 0.0.3 builds it: forward only, no float16, no window."""
+class Package(Peer):
+    """A Python package for CUDA devices; a subclass gives what it takes and ``bind``."""
+
+    module = ""  # that has the functions
+    install = ""
+    capabilities = ()  # major numbers of the compute capabilities that it has kernels for; empty: not checked
+
+    def load(self):
+        return importlib.import_module(self.module)
 
     def missing(self) -> str:
         if not torch.cuda.is_available():
             return "no CUDA device"
-        if torch.cuda.get_device_capability()[0] not in (8, 9):
-            return "it has kernels for compute capability 8 and 9 only"
+        if self.capabilities and torch.cuda.get_device_capability()[0] not in self.capabilities:
+            numbers = " and ".join(map(str, self.capabilities))
+            return f"it has kernels for compute capability {numbers} only"
         try:
-            import fa3_fwd_interface  # noqa: F401
+            self.load()
         except Exception as error:  # a library built for another torch fails in its own ways
-            return f"{reason(error)} (pip install --no-deps fa3-fwd==0.0.3)"
+            return f"{reason(error)} ({self.install})"
         return ""
 
+
+def first(function: Callable, **options) -> Attend:
+    """The function with these options; of a tuple (out, lse) that it returns, the output."""
+    def attend(q, k, v):
+        returned = function(q, k, v, **options)
+        return returned[0] if isinstance(returned, tuple) else returned
+    return attend
+
+
+class Fa2(Package):
+    """FlashAttention-2 as its package flash-attn builds it."""
+
+    module, install = "flash_attn", "pip install flash-attn"
+    decoding = "flash_attn_with_kvcache"  # the function of it
+
     def refuses(self, shape: Shape) -> str:
-        if shape.differentiates:
-            return "forward only"
-        if shape.dtype != "bfloat16":
-            return f"built without {shape.dtype}"
-        if shape.window is not None:
-            return "built without windows"
-        if shape.alibi:
-            return "no ALiBi"
+        if shape.dtype not in ("float16", "bfloat16"):
+            return f"no {shape.dtype}"
         if shape.page_size or shape.append or shape.op == "decode" and shape.lengths:
             return "decode of whole caches only"
-        if shape.D % 8 or shape.Dv % 8 or shape.D > 256:
-            return "head dims are multiples of 8 up to 256"
+        if shape.D != shape.Dv or shape.D > 256 or shape.D % 8:
+            return "head dims are multiples of 8 up to 256, the same for v"
+        return ""
+
+    def options(self, shape: Shape, device: torch.device) -> dict:
+        chosen = {"causal": shape.causal, "softcap": shape.softcap}
+        if shape.window is not None:
+            chosen["window_size"] = shape.window
+        if shape.alibi:
+            chosen["alibi_slopes"] = shape.slopes(device)
+        if shape.deterministic:
+            chosen["deterministic"] = True
+        return chosen
+
+    def bind(self, shape: Shape, device: torch.device) -> Attend:
+        package, options = self.load(), self.options(shape, device)
+        if not shape.packed:
+            function = self.decoding if shape.op == "decode" else "flash_attn_func"
+            return first(getattr(package, function), **options)
+        bounds = shape.bounds(device)
+        return first(package.flash_attn_varlen_func, cu_seqlens_q=bounds, cu_seqlens_k=bounds,
+                     max_seqlen_q=shape.Sq, max_seqlen_k=shape.Sk, **options)
+
+
+class Fa4(Fa2):
+    """FlashAttention-4, package flash-attn-4: compiles at the first call of a kind."""
+
+    module, install, capabilities = "flash_attn.cute", "pip install flash-attn-4", (9, 10, 11, 12)
+
+    def refuses(self, shape: Shape) -> str:
+        if shape.op == "decode":
+            return "no decode"
+        if shape.alibi:
+            return "no ALiBi"
+        if shape.D != shape.Dv and (shape.D, shape.Dv) != (192, 128):
+            return "not with this head dim of v"
+        return super().refuses(replace(shape, Dv=shape.D))
+
+
+class Fa3(Fa2):
+    """FlashAttention-3: its package flash-attn-3, or PyPI's fa3-fwd 0.0.3.
+
+    The latter is forward only, without float16 and windows.
+    """
+
+    module, install = "fa3_fwd_interface", "pip install --no-deps fa3-fwd==0.0.3"
+    decoding = "flash_attn_func"
+    capabilities = (8, 9)
+
+    def load(self):
+        return importlib.import_module("flash_attn_interface" if self.whole else self.module)
+
+    @property
+    def whole(self) -> bool:
+        """Whether it is the package with everything in it."""
+        return bool(importlib.util.find_spec("flash_attn_interface"))
+
+    def refuses(self, shape: Shape) -> str:
+        if not self.whole:
+            if shape.differentiates:
+                return "forward only"
+            if shape.dtype != "bfloat16":
+                return f"built without {shape.dtype}"
+            if shape.window is not None:
+                return "built without windows"
+        if shape.alibi:
+            return "no ALiBi"
         if shape.D != shape.Dv and not (128 < shape.D <= 192 and 96 < shape.Dv <= 128
                                         or shape.D <= 64 and shape.Dv <= 512):
             return "not with this head dim of v"
+        return super().refuses(replace(shape, Dv=shape.D))
+
+    def options(self, shape: Shape, device: torch.device) -> dict:
+        if shape.packed:
+            return super().options(shape, device)
+        splits = 0 if shape.op == "decode" else 1  # 0: it chooses
+        return {**super().options(shape, device), "num_splits": splits}
+
+
+class Xformers(Package):
+    """xFormers' memory_efficient_attention, which chooses among its kernels."""
+
+    module, install = "xformers.ops", "pip install xformers"
+
+    def refuses(self, shape: Shape) -> str:
+        if shape.window is not None or shape.softcap or shape.alibi or shape.deterministic or shape.lengths:
+            return "plain and causal batches only"
+        if shape.page_size or shape.append or shape.Hq != shape.Hk:
+            return "neither grouped heads nor pages nor an append"
         return ""
 
     def bind(self, shape: Shape, device: torch.device) -> Attend:
-        import fa3_fwd_interface as fa3
-        if not shape.packed:
-            splits = 0 if shape.op == "decode" else 1  # 0: it chooses
-            return partial(fa3.flash_attn_func, causal=shape.causal, softcap=shape.softcap, num_splits=splits)
-        bounds = shape.bounds(device)
-        return partial(fa3.flash_attn_varlen_func, cu_seqlens_q=bounds, cu_seqlens_k=bounds,
-                       max_seqlen_q=shape.Sq, max_seqlen_k=shape.Sk, causal=shape.causal,
-                       softcap=shape.softcap)
+        ops = self.load()
+        masked = shape.causal and shape.Sq > 1
+        bias = ops.fmha.attn_bias.LowerTriangularFromBottomRightMask() if masked else None
+        return partial(ops.memory_efficient_attention, attn_bias=bias)
+
+
+class Flex(Peer):
+    """torch's FlexAttention, compiled for each shape: only where the options need it."""
+
+    heads_first = True
+
+    def missing(self) -> str:
+        return "" if torch.cuda.is_available() else "no CUDA device"
+
+    def refuses(self, shape: Shape) -> str:
+        if shape.window is None and not shape.softcap and not shape.alibi:
+            return "compiles for seconds: timed with windows, soft caps and ALiBi only"
+        if shape.op == "decode" or shape.lengths or shape.deterministic or shape.graph:
+            return "neither decode nor packed batches nor graphs"
+        return ""
+
+    def compiled(self, function: Callable) -> Callable:
+        torch._dynamo.reset()  # it gives up after a few shapes
+        return torch.compile(function, dynamic=False)
+
+    def bind(self, shape: Shape, device: torch.device) -> Attend:
+        from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+        left, right = shape.reach
+        centre = shape.Sk - shape.Sq
+        slopes = shape.slopes(device)
+        scored = shape.softcap or shape.alibi
+
+        def mask(b, h, i, j):
+            return (j >= i + centre - left) & (j <= i + centre + right)
+
+        def score(s, b, h, i, j):
+            if shape.softcap:
+                s = shape.softcap * torch.tanh(s / shape.softcap)
+            return s - slopes[h] * (i + centre - j).abs() if shape.alibi else s
+
+        masked = shape.causal or shape.window is not None
+        return partial(self.compiled(flex_attention), score_mod=score if scored else None,
+                       enable_gqa=shape.Hq != shape.Hk,
+                       block_mask=create_block_mask(mask, None, None, shape.Sq, shape.Sk, device=device)
+                       if masked else None)
 
 
 class Plain(Peer):
     """Standard attention, every step a torch call and the whole score matrix in memory."""
 
-    heads_first = True
+    heads_first = standard = True
 
     def refuses(self, shape: Shape) -> str:
         return "a query without a key is NaN" if shape.Sq - shape.Sk > shape.reach[1] else ""
@@ -275,7 +418,13 @@ PEERS = {peer.name: peer for peer in (
     Sdpa("sdpa", "torch's scaled_dot_product_attention"),
     Sdpa("sdpa_flash", "FlashAttention-2, torch's FLASH_ATTENTION", SDPBackend.FLASH_ATTENTION),
     Sdpa("cudnn", "cuDNN, torch's CUDNN_ATTENTION", SDPBackend.CUDNN_ATTENTION),
+    Sdpa("sdpa_efficient", "torch's EFFICIENT_ATTENTION", SDPBackend.EFFICIENT_ATTENTION),
+    Sdpa("sdpa_math", "torch's MATH", SDPBackend.MATH),
+    Fa2("fa2", "FlashAttention-2, package flash-attn"),
     Fa3("fa3", "FlashAttention-3, PyPI's fa3-fwd"),
+    Fa4("fa4", "FlashAttention-4, package flash-attn-4"),
+    Flex("flex", "FlexAttention, compiled"),
+    Xformers("xformers", "xFormers"),
     Plain("plain", "standard attention"))}
 
 

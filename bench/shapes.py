@@ -1,11 +1,14 @@
 """The named problems: one entry per thing that is timed, in sets that a command runs together."""
 
+import itertools
 import math
 import random
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+
+from flashattn import traffic
 
 # Work in forward passes (two matrix products): a backward recomputes Q K^T and has four products more.
 PASSES = {"forward": 1.0, "decode": 1.0, "backward": 2.5, "forward+backward": 3.5}
@@ -83,6 +86,17 @@ class Shape:
             return sum(sequence.cache_bytes() for sequence in self.sequences())
         keys, columns = min(self.Sk, self.reach[0] + self.Sq), self.D + (0 if self.latent else self.Dv)
         return self.B * keys * self.Hk * columns * self.itemsize
+
+    def moved_bytes(self, standard: bool = False) -> int:
+        """By the formulas of flashattn.traffic, of standard or tiled attention; a decode reads its cache."""
+        if self.op == "decode":
+            queries, *_, outputs = map(math.prod, self.sizes())
+            return self.cache_bytes() + (queries + outputs) * self.itemsize
+        bounds = list(itertools.accumulate((0, *self.lengths))) if self.packed else None
+        moved = traffic(*self.sizes()[:3], dtype=getattr(torch, self.dtype), causal=self.causal,
+                        window=self.window, cu_seqlens_q=bounds, cu_seqlens_k=bounds)
+        kind = "standard" if standard else "tiled"
+        return sum(getattr(moved, f"{kind}_{step}") for step in self.op.split("+"))
 
     def score_bytes(self) -> int:
         """Size of the one (B, Hq, Sq, Sk) score matrix that standard attention writes, in the dtype of q."""
@@ -222,4 +236,28 @@ SETS = {
         _decode(1, 128, 32, 8, "small-decode-append-rotary", append=True),
     ],
     "memory": [_square(f"memory-s{S}", "forward", S, 8, 64) for S in (8192, 32768)],
+    # To a million tokens of one head: standard attention would need 2.2 TB for its scores.
+    "memory-cuda": [_square(f"{op}-s{2**n}", op, 2**n, 1, 128, dtype="bfloat16")
+                    for op in ("forward", "forward+backward") for n in (10, 12, 14, 16, 17, 18, 20)],
+    # Counted by the hardware, beside the formulas of flashattn.traffic.
+    "io": [_square(f"d{D}-s{S}", "forward", S, 16, D, dtype="float16")
+           for D in (128, 64) for S in (1024, 2048, 4096, 8192, 16384)],
+    # Results against float64; outliers and long contexts are where rounding shows.
+    "exact": [
+        Shape(f"{kind}-{dtype}", "forward", B, S, S, H, H, 128, 128, causal, dtype=dtype)
+        for dtype in ("bfloat16", "float16")
+        for kind, B, S, H, causal in (("normal", 2, 4096, 8, True), ("outliers", 2, 4096, 8, True),
+                                      ("long", 1, 65536, 1, False))
+    ],
+    # One size of 16 heads of 128 columns grows at a time; what varies is the first word of the name.
+    "growth": [
+        *(_square(f"S-{op}-{2**n}", op, 2**n, 8, 128, dtype="bfloat16")
+          for op in ("forward", "backward") for n in range(9, 19)),
+        *(Shape(f"B-forward-{B}", "forward", B, 2048, 2048, 16, 16, 128, 128, dtype="bfloat16")
+          for B in (1, 2, 4, 8, 16, 32)),
+        *(_square(f"H-forward-{H}", "forward", 4096, H, 128, dtype="bfloat16")
+          for H in (1, 2, 4, 8, 16, 32, 64)),
+        *(_square(f"D-forward-{D}", "forward", 8192, 16, D, dtype="bfloat16")
+          for D in (32, 64, 96, 128, 192, 256)),
+    ],
 }

@@ -1,21 +1,24 @@
 """The benchmark harness: what it counts, in which order it times, and that the README shows its records."""
 
 import contextlib
+import csv
 import json
 import re
 import sys
 import types
 from dataclasses import asdict, replace
+from functools import partial
 
 import pytest
 import torch
 
 from bench import __main__ as command
-from bench import results, timing
+from bench import card, cold, exact, io, memory, plots, results, tables, timing
 from bench.memory import peak_extra
 from bench.peers import PEERS, Peer, present
 from bench.shapes import SETS, Shape
 from bench.timing import GRAPH_CALLS, eager, graphed, input_sets, interleave, spread, time_shape
+from flashattn import reference
 
 SQUARE = Shape("square", "forward", 2, 6, 6, 4, 4, 8, 8)
 TINY = [
@@ -155,8 +158,8 @@ def test_a_decode_is_rated_by_the_bytes_of_its_cache():
                  ("x", "ours", 1.0, ""), ("x", "fa3", 1.25, ""), ("y", "ours", 2.0, "x"))]
     results.add_ratios(shown)
     assert [r.get("against_ratio") for r in shown] == [None, None, 0.5]
-    assert "| our TB/s |" in results.summary_table(shown) and "3.2 TB/s" in results.timing_table(shown)
-    assert results.unrivalled(shown).splitlines() == ["No peer here computes y (ours 2 TB/s).",
+    assert "| our TB/s |" in tables.summary_table(shown) and ", 4 TB/s |" in tables.timing_table(shown)
+    assert tables.unrivalled(shown).splitlines() == ["No peer here computes y (ours 2 TB/s).",
                                                       "y: 0.50 of our rate at x."]
 
 
@@ -455,6 +458,21 @@ def test_a_peer_that_solves_another_problem_is_not_timed():
         time_shape(SQUARE, [PEERS["plain"], Wrong("wrong")], budget_s=0)
 
 
+def test_the_majority_says_who_solves_another_problem():
+    class Wrong(type(PEERS["plain"])):
+        def bind(self, shape, device):
+            attend = super().bind(shape, device)
+            return lambda q, k, v: 0.9 * attend(q, k, v)
+
+    right, wrong = [PEERS["plain"], PEERS["sdpa"]], Wrong("wrong")
+    for peers in ([*right, wrong], [wrong, *right]):
+        rows, missing = time_shape(SQUARE, peers, budget_s=0)
+        assert {r["peer"] for r in rows} == {"plain", "sdpa"} and [r["peer"] for r in missing] == ["wrong"]
+        assert re.match(r"square: wrong and \w+ differ by 0\.1", missing[0]["reason"])
+    with pytest.raises(RuntimeError, match="differ"):
+        time_shape(SQUARE, [*right, wrong, Wrong("as wrong")], budget_s=0)
+
+
 def test_torch_refuses_what_it_would_solve_differently():
     sdpa, flash = PEERS["sdpa"], PEERS["sdpa_flash"]
     assert "window" in sdpa.refuses(replace(SQUARE, window=(1, 1)))
@@ -473,10 +491,10 @@ def test_ratios_are_the_peers_time_over_ours():
             timed_row("y", "sdpa", 8.0), timed_row("z", "sdpa", 1.0)]
     results.add_ratios(rows)
     assert [r.get("ratio") for r in rows] == [None, 0.5, None, 8.0, None]
-    assert results.geometric_mean([0.5, 8.0]) == pytest.approx(2.0)
-    cells = [cell.strip() for cell in results.summary_table(rows).splitlines()[2].strip("|").split("|")]
+    assert tables.geometric_mean([0.5, 8.0]) == pytest.approx(2.0)
+    cells = [cell.strip() for cell in tables.summary_table(rows).splitlines()[2].strip("|").split("|")]
     assert cells == ["forward", "float32", "sdpa", "2", "0.5 to 1", "0.125 to 1", "2.00", "0.50 at x"]
-    assert [line.split()[-2] for line in results.timing_table(rows).splitlines()[2:]] == ["0.50", "8.00", "|"]
+    assert [line.split()[-2] for line in tables.timing_table(rows).splitlines()[2:]] == ["0.50", "8.00", "|"]
 
 
 def test_the_best_peer_of_each_shape_is_summed_up():
@@ -486,29 +504,29 @@ def test_the_best_peer_of_each_shape_is_summed_up():
     ours = {r["name"]: (r.get("best_peer"), r.get("best_ratio")) for r in rows if r["peer"] == "ours"}
     assert ours == {"x": ("cudnn", 0.5), "y": ("fa3", 2.0), "z": (None, None)}
     lines = [[cell.strip() for cell in line.strip("|").split("|")]
-             for line in results.summary_table(rows).splitlines()[2:]]
+             for line in tables.summary_table(rows).splitlines()[2:]]
     assert [line[2:4] + line[6:] for line in lines] == [
         ["best", "2", "1.00", "0.50 at x (cudnn)"],
         ["cudnn", "2", "2.83", "0.50 at x"], ["fa3", "2", "2.00", "2.00 at x"]]
     assert lines[0][4:6] == ["0.5 to 1", "0.5 to 1"]  # the best peers' own rates
-    header, _, *lines = results.timing_table(rows).splitlines()
+    header, _, *lines = tables.timing_table(rows).splitlines()
     assert header.split("|")[-2].strip() == "best / ours"
     assert [line.split("|")[-2].strip() for line in lines] == ["0.50 cudnn", "2.00 fa3", ""]
-    assert results.unrivalled(rows) == "No peer here computes z (ours 1 GFLOP/s)."
-    assert results.unrivalled(rows[:-1]) == ""
+    assert tables.unrivalled(rows) == "No peer here computes z (ours 1 GFLOP/s)."
+    assert tables.unrivalled(rows[:-1]) == ""
 
 
 def test_fast_cards_are_counted_in_teraflops():
     rows = [{**timed_row("x", peer, 1.0), "gflops": gflops}
             for peer, gflops in (("ours", 7e5), ("fa3", 6.5e5))]
     results.add_ratios(rows)
-    assert "| our TFLOP/s |" in results.summary_table(rows) and "| 700 to 700 " in results.summary_table(rows)
-    assert "650 TFLOP/s" in results.timing_table(rows)
+    assert "| our TFLOP/s |" in tables.summary_table(rows) and "| 700 to 700 " in tables.summary_table(rows)
+    assert ", 700 TFLOP/s |" in tables.timing_table(rows)
 
 
 def test_missing_peers_are_summed_up():
     window = {"peer": "cudnn", "reason": "no window"}
-    text = results.missing_text([{"peer": "fa3", "reason": "not installed"}, {"name": "x", **window},
+    text = tables.missing_text([{"peer": "fa3", "reason": "not installed"}, {"name": "x", **window},
                                  {"name": "y", **window}, {"name": "x", "peer": "fa2", "reason": "no"}])
     assert text.splitlines() == ["without fa3: not installed", "without cudnn, 2 shapes: no window",
                                  "without fa2, x: no"]
@@ -581,7 +599,8 @@ def test_a_run_is_recorded_and_checked(tmp_path, monkeypatch, capsys):
     assert [(r["name"], r["peer"]) for r in result["rows"]] == [
         (name, peer) for name in ("square", "again") for peer in ("ours", "sdpa")]
     header, *lines = (tmp_path / "cpu.csv").read_text().splitlines()
-    measured = {"peer", "seconds", "spread", "rounds", "gflops", "kernel", "ratio", "best_peer", "best_ratio"}
+    measured = {"peer", "seconds", "spread", "rounds", "gflops", "moved_bytes", "kernel", "ratio",
+                "best_peer", "best_ratio"}
     assert set(header.split(",")) == set(asdict(SQUARE)) | measured
     assert len(lines) == 4
     assert command.main([*run, "1e-6", "--peers", "sdpa"]) == 1  # nothing to check is a failure
@@ -620,7 +639,7 @@ def test_the_report_holds_the_recorded_figures(tmp_path):
 def test_a_section_names_peers_versions_and_what_is_missing():
     rows = [timed_row("x", "ours", 2.0), timed_row("x", "fa3", 1.0), timed_row("y", "ours", 1.0)]
     results.add_ratios(rows)
-    assert "best" not in results.summary_table(rows)  # of one there is no best
+    assert "best" not in tables.summary_table(rows)  # of one there is no best
     result = results.record("graphs", "python -m bench graphs", rows, "abc", missing=[
         {"peer": "cudnn", "reason": "no cuDNN"}, {"peer": "fa3", "name": "y", "reason": "no window"}])
     result["machine"] |= {"cards": ["A card"], "cudnn": 91900, "fa3": "0.0.3",
@@ -629,6 +648,527 @@ def test_a_section_names_peers_versions_and_what_is_missing():
     assert "fa3: FlashAttention-3" in text and "without cudnn: no cuDNN" in text and "no window" not in text
     assert "No peer here computes y (ours 1 GFLOP/s)." in text
     assert f"A card, torch {torch.__version__}, cuDNN 9.19.0, fa3-fwd 0.0.3, driver 580.1," in text
+
+
+DETAILS = """==PROF== Connected to process 7 (/usr/bin/python3)
+==PROF== Profiling "spin_kernel" - 0: 0%....50%....100% - 1 pass
+"ID","Process ID","Kernel Name","Context","Section Name","Metric Name","Metric Unit","Metric Value"
+"0","7","void at::spin_kernel(long)","1","Command line profiler metrics","dram__bytes_read.sum","byte","96"
+"1","7","gemm<a, b>","1","Command line profiler metrics","dram__bytes_read.sum","byte","1,234"
+"1","7","gemm<a, b>","1","Command line profiler metrics","dram__bytes_write.sum","Kbyte","2.5"
+"1","7","gemm<a, b>","1","Command line profiler metrics","lts__t_sectors.sum","sector","1,000"
+==PROF== Disconnected from process 7
+"2","7","reduce","1","Command line profiler metrics","dram__bytes_read.sum","Mbyte","n/a"
+"""
+RAW = '''"ID","Process ID","Kernel Name","dram__bytes_read.sum","dram__bytes_write.sum","lts__t_sectors.sum"
+"","","","Gbyte","byte","sector"
+"0","7","spin_kernel","0","0","0"
+"1","7","gemm","1.5","2,000","7"
+'''
+
+
+def test_what_ncu_prints_is_read_on_either_page():
+    (spin, _), (name, metrics), (_, none) = io.read_csv(DETAILS)
+    assert "spin_kernel" in spin and name == "gemm<a, b>" and none == {}
+    assert metrics == {"dram__bytes_read.sum": 1234, "dram__bytes_write.sum": 2500,
+                       "lts__t_sectors.sum": 1000}
+    assert io.read_csv(RAW)[1] == ("gemm", {"dram__bytes_read.sum": 1.5e9, "dram__bytes_write.sum": 2000,
+                                            "lts__t_sectors.sum": 7})
+    assert io.read_csv("==ERROR== nothing\n") == []
+
+
+def test_a_call_is_what_lies_between_its_markers():
+    def kernel(name, read, write):
+        return name, {"dram__bytes_read.sum": read, "dram__bytes_write.sum": write, "lts__t_sectors.sum": 3}
+
+    spin = kernel("spin_kernel", 900, 900)
+    kernels = [spin, kernel("a", 1, 2), kernel("b", 10, 20), spin, kernel("flush", 700, 5), spin, spin]
+    (call, flush), nothing = io.calls(kernels)
+    assert io.figures(call, flush, "lts__t_sectors.sum", 32) == {
+        "dram_read": 11, "dram_write": 27, "l2_bytes": 192, "kernels": ["a", "b"]}
+    assert "l2_bytes" not in io.figures(call, flush, None, 0)
+    with pytest.raises(ValueError, match="no kernel"):
+        io.figures(*nothing, None, 0)
+    with pytest.raises(KeyError, match="lts__t_bytes"):
+        io.figures(call, flush, "lts__t_bytes.sum", 1)
+
+
+FAKE_NCU = """#!{python}
+import json, sys
+given = dict(zip(sys.argv, sys.argv[1:]))
+metrics = given["--metrics"].split(",")
+assert given["--cache-control"] == "none" and given["--profile-from-start"] == "off"
+assert given["-m"] == "bench.io"
+log = open(given["--log-file"], "w")
+if "lts__t_bytes.sum" in metrics and {old}:
+    sys.exit("==ERROR== Failed to find metric lts__t_bytes.sum")
+if {forbidden}:
+    log.write("==ERROR== ERR_NVGPUCTRPERM - The user does not have permission")
+peers = given["--peers"].split(",")
+cases = [["", True], ["OutOfMemoryError: much", False], ["RuntimeError: late", True], ["", True]]
+with open(given["--done"], "w") as done:
+    for error, launched in cases:
+        done.write(json.dumps(dict(error=error, launched=launched)) + chr(10))
+row, number = '"{{}}","{{}}","{{}}","byte","{{}}"' + chr(10), 0
+if not {forbidden}:
+    log.write("==PROF== 100% - 2 passes" + chr(10))
+    log.write('"ID","Kernel Name","Metric Name","Metric Unit","Metric Value"' + chr(10))
+    for case, (error, launched) in enumerate(cases):
+        for name in ("spin_kernel", "gemm", "spin_kernel", "reduce") if launched else ():
+            for metric in metrics:
+                log.write(row.format(number, name, metric, 1000 * case + 1 if name == "gemm" else 7))
+            number += 1
+"""
+
+
+@pytest.fixture
+def fake_ncu(tmp_path, monkeypatch):
+    def install(old=False, forbidden=False):
+        path = tmp_path / "ncu"
+        path.write_text(FAKE_NCU.format(python=sys.executable, old=old, forbidden=forbidden))
+        path.chmod(0o755)
+        monkeypatch.setattr(io, "find_ncu", lambda: str(path))
+        monkeypatch.setitem(SETS, "io", [SQUARE, replace(SQUARE, name="again"), replace(SQUARE, name="last")])
+        return list(io.rows_on_card([PEERS["ours"], PEERS["plain"]]))
+    return install
+
+
+@pytest.mark.parametrize("old", [False, True])
+def test_counters_go_to_their_shapes(fake_ncu, old):
+    rows = fake_ncu(old)
+    assert [(shape.name, r["peer"]) for shape, r in rows] == [
+        (name, peer) for name in ("square", "again", "last") for peer in ("ours", "plain")]
+    figures = [(r.get("dram_read"), r.get("dram_write"), r.get("l2_bytes"), r.get("error")) for _, r in rows]
+    assert figures[0] == (1, 8, 32 if old else 1, None) and rows[0][1]["passes"] == 2
+    assert figures[3] == (3001, 3008, 3001 * (32 if old else 1), None)
+    assert figures[1][3] == "OutOfMemoryError: much" and figures[2][3] == "RuntimeError: late"
+    assert all(figure[3].startswith("not reached") for figure in figures[4:])
+    ours, plain = rows[0][1]["formula"], rows[1][1]["formula"]
+    element = 2 * 4 * 6 * 4  # a number of each row and head, float32
+    assert ours == element * (4 * 8 + 1) and plain == 4 * SQUARE.score_bytes() + element * 4 * 8
+
+
+def test_counters_out_of_reach_are_a_reason(fake_ncu, monkeypatch):
+    rows = fake_ncu(forbidden=True)
+    assert all("ERR_NVGPUCTRPERM" in rows[i][1]["error"] for i in (0, 3))
+    monkeypatch.setattr(io, "find_ncu", lambda: None)
+    assert {r["error"] for _, r in io.rows_on_card([PEERS["ours"]])} == {"no ncu (Nsight Compute) here"}
+
+
+class FakeCard:
+    """What the programs for a card ask of torch.cuda, as a log, over CPU tensors."""
+
+    def __init__(self, monkeypatch):
+        self.log, self.peak = [], 0
+        cudart = types.SimpleNamespace(cudaProfilerStart=lambda: self.log.append("start"),
+                                       cudaProfilerStop=lambda: self.log.append("stop"))
+        for name, value in (
+                ("cudart", lambda: cudart), ("_sleep", lambda cycles: self.log.append("spin")),
+                ("synchronize", lambda: None), ("empty_cache", lambda: None), ("is_available", lambda: True),
+                ("get_device_capability", lambda: (9, 0)),
+                ("reset_peak_memory_stats", lambda: self.log.append("reset")),
+                ("memory_allocated", lambda: 100), ("max_memory_allocated", lambda: 100 + self.peak)):
+            monkeypatch.setattr(torch.cuda, name, value)
+
+    def peer(self, name, fails=lambda shape: None):
+        class Logged(type(PEERS["plain"])):
+            def bind(peer, shape, device):
+                attend = super().bind(shape, device)
+
+                def call(q, k, v):
+                    self.log.append(shape.name)
+                    fails(shape)
+                    return attend(q, k, v)
+                return call
+        return Logged(name)
+
+
+def test_the_program_under_ncu_profiles_one_warm_call(tmp_path, monkeypatch):
+    monkeypatch.setattr(io, "FLUSH_BYTES", 16)
+    fake, calls = FakeCard(monkeypatch), []
+
+    def fails(shape):
+        calls.append(shape.name)
+        if shape.name == "wrong" and len(calls) == 4:
+            raise RuntimeError("in the second call")
+
+    peer = fake.peer("plain", fails)
+    cases = [(replace(SQUARE, name=name, **more), peer)
+             for name, more in (("right", {}), ("wrong", {}), ("refused", {"Sq": 7, "causal": True}))]
+    io.child(cases, tmp_path / "done", 100, "cpu")
+    right, wrong = (["start", "spin", name, "spin", "stop"] for name in ("right", "wrong"))
+    assert fake.log == ["right", *right, "wrong", *wrong]
+    done = [json.loads(line) for line in (tmp_path / "done").read_text().splitlines()]
+    assert [(entry["error"], entry["launched"]) for entry in done] == [
+        ("", True), ("RuntimeError: in the second call", True), ("a query without a key is NaN", False)]
+    io.child(cases[:1], tmp_path / "done", -1, "cpu")
+    assert json.loads((tmp_path / "done").read_text())["error"] == "the time was used up"
+
+
+def test_memory_of_a_card_goes_on_after_a_failure(monkeypatch):
+    fake = FakeCard(monkeypatch)
+    fake.peak = 5000
+
+    def fails(shape):
+        if shape.Sk >= 12:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate much")
+
+    shapes = [replace(SQUARE, name=f"{op}-{S}", op=op, Sq=S, Sk=S)
+              for op in ("forward", "forward+backward") for S in (6, 12, 24)]
+    found = [(shape.name, r["peer"], r.get("extra_bytes"), r.get("error", "")[:22]) for shape, r in
+             memory.rows_on_card([fake.peer("ours"), fake.peer("plain", fails)], shapes, "cpu")]
+    for op in ("forward", "forward+backward"):
+        assert [row[1:] for row in found if row[0].startswith(f"{op}-")] == [
+            ("ours", 5000, ""), ("plain", 5000, ""),
+            ("ours", 5000, ""), ("plain", None, "OutOfMemoryError: CUDA"),
+            ("ours", 5000, ""), ("plain", None, "out of memory at a sho")]
+    lines = tables.card_memory_table([results.row(shape, r) for shape, r in memory.rows_on_card(
+        [fake.peer("ours"), fake.peer("plain", fails)], shapes[:3], "cpu")]).splitlines()
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+    assert [line[3:5] for line in cells] == [["5 kB", "5 kB"], ["5 kB", "-"], ["5 kB", "-"]]
+
+
+@pytest.mark.parametrize("changes", [{}, {"causal": True, "Sk": 9}, {"Hk": 2, "window": (2, 1)}])
+def test_the_oracle_in_blocks_is_the_reference(changes):
+    shape = replace(SQUARE, dtype="float64", **changes)
+    given = shape.inputs()
+    q, k, v = (t.clone().requires_grad_() for t in given[:3])
+    out, _, _ = reference.forward(q, k, v, causal=shape.causal, window=shape.window)
+    grads = torch.autograd.grad(out, (q, k, v), given[3])
+    for block in (1, 20, 2**20):
+        found = exact.oracle(shape, given, block)
+        for name, expected in zip(("out", "dq", "dk", "dv"), (out, *grads)):
+            torch.testing.assert_close(found[name], expected, rtol=1e-12, atol=1e-12)
+
+
+def test_errors_are_a_distribution():
+    errors = torch.arange(1001.0)
+    assert exact.quantiles(errors[torch.randperm(1001)]) == {
+        "median": 500, "p99": 990, "p999": 999, "max": 1000}
+    expected = torch.tensor([[3.0, 4.0], [30.0, 40.0]], dtype=torch.float64)  # rms 3.54 and 35.4
+    found = exact.distribution(expected + torch.tensor([[0.5, 0.0], [0.0, 1.0]]), expected)
+    assert found["abs_max"] == 1.0 and found["max"] == pytest.approx(0.5 / 12.5**0.5)
+    expected[0] = 0  # rms of the whole: 25
+    assert exact.distribution(expected + 1e-3, expected)["max"] == pytest.approx(1e-3 / 2.5)
+
+
+def test_every_peer_has_its_errors(monkeypatch):
+    shapes = [replace(SQUARE, name=f"{kind}-bfloat16", dtype="bfloat16", causal=True)
+              for kind in ("normal", "outliers")]
+    rows = [(shape.name, shape.op, r) for shape, r in
+            exact.rows([PEERS["ours"], PEERS["plain"], Broken("broken")], shapes, "cpu")]
+    for name in ("normal-bfloat16", "outliers-bfloat16"):
+        assert [(op, r["peer"], r["tensor"]) for where, op, r in rows if where == name] == [
+            ("forward", "ours", "out"), ("forward", "plain", "out"), ("forward", "broken", "out"),
+            *(("backward", peer, tensor) for peer in ("ours", "plain") for tensor in ("dq", "dk", "dv")),
+            ("backward", "broken", "dq")]
+    for _, _, r in rows:
+        if r["peer"] == "broken":
+            assert "No available kernel" in r["error"]
+        else:
+            assert 0 <= r["median"] <= r["p99"] <= r["p999"] <= r["max"] < 0.3 and r["abs_max"] > 0
+            assert r["median"] < 2 * torch.finfo(torch.bfloat16).eps
+    normal, outliers = (exact.inputs(shape, "cpu")[0].float().abs().max() for shape in (
+        replace(SQUARE, name=name, Sq=300) for name in ("normal", "outliers")))
+    assert outliers > 2 * normal
+
+
+def test_growth_is_a_power_law():
+    points = [(x, 3 * x**1.7) for x in (1, 2, 8, 64)]
+    assert tables.slope(points) == pytest.approx(1.7)
+    rows = []
+    for S in (64, 16, 32, 128):
+        shape = replace(SQUARE, name=f"S-forward-{S}", Sq=S, Sk=S)
+        for peer, power in (("ours", 2), ("plain", 2.5)):
+            rows.append(results.row(shape, {"peer": peer, "seconds": S**power, "moved_bytes":
+                                            shape.moved_bytes(PEERS[peer].standard)}))
+    lines = [[cell.strip() for cell in line.strip("|").split("|")]
+             for line in tables.growth_table(rows).splitlines()[2:]]
+    assert [line[:3] + line[4:] for line in lines] == [
+        ["S, forward", "ours", "16 to 128", "2.00", "1.00"],
+        ["S, forward", "plain", "16 to 128", "2.50", "1.92"]]
+    series = [[s for s in SETS["growth"] if s.name.startswith(kind)] for kind in ("S-", "B-", "H-", "D-")]
+    assert sum(map(len, series)) == len(SETS["growth"])
+    for kind, shapes in zip("SBHD", series):
+        fields = {"S": ("Sq", "Sk"), "B": ("B",), "H": ("Hq", "Hk"), "D": ("D", "Dv")}[kind]
+        for shape in shapes:
+            assert {getattr(shape, field) for field in fields} == {tables.grown({"name": shape.name})}
+        fixed = {tuple(value for name, value in asdict(shape).items() if name not in ("name", "op", *fields))
+                 for shape in shapes}
+        assert len(fixed) == 1
+
+
+def test_moved_bytes_are_those_of_the_formulas():
+    element = 2 * 6 * 4 * 4  # float32, one number of each row and head
+    assert replace(SQUARE, op="forward+backward").moved_bytes() == (
+        SQUARE.moved_bytes() + replace(SQUARE, op="backward").moved_bytes())
+    assert SQUARE.moved_bytes() == element * (4 * 8 + 1)
+    packed = replace(SQUARE, B=3, lengths=(6, 1, 4))
+    assert packed.moved_bytes() == 11 * 4 * 4 * (4 * 8 + 1)
+    assert DECODE.moved_bytes() == DECODE.cache_bytes() + 2 * 2 * 4 * 8 * 4
+    assert PEERS["plain"].standard and PEERS["sdpa_math"].standard and not PEERS["ours"].standard
+
+
+def test_ceilings_are_measured_and_rows_compared_with_them():
+    found = card.ceilings("cpu", size=64, read_bytes=2**16, seconds=0)
+    assert found["read_by"] in ("sum", "mv") and min(found[key] for key in (
+        "gflops", "read_gbytes", "copy_gbytes")) > 0
+    rows = [{"dtype": "bfloat16", "gflops": 50.0}, {"dtype": "bfloat16", "gflops": 50.0, "gbytes": 4.0},
+            {"dtype": "float32", "gflops": 50.0}]
+    results.add_shares(rows, {"gflops": 100.0, "read_gbytes": 5.0})
+    assert [r.get("of_ceiling") for r in rows] == [0.5, 0.8, None]
+    shown = timed_row("x", "ours", 1.0) | {"of_ceiling": 0.75}
+    assert "| 75% " in tables.timing_table([shown]) and "of ceiling" in tables.timing_table([shown])
+    text = results.ceilings_text({"ceilings": found | {"gflops": 789e3}, "rows": [shown], "watched": {
+        "clocks.sm": [1000.0, 1500.0, 1980.0], "power.draw": [1, 2, 700.0]}})
+    assert "789 TFLOP/s" in text and "75% to 75% of the product" in text and "1500 MHz (1000 to 1980)" in text
+    assert results.ceilings_text({"rows": [shown]}) == ""
+
+
+def test_the_card_is_watched_while_a_run_lasts(tmp_path, monkeypatch):
+    (tmp_path / "nvidia-smi").write_text(f"""#!{sys.executable}
+import sys, time
+for line in ("1500, 600.5, 50", "1980, 100, [N/A]", "1700, 700, 60", "1800, 650, 55"):
+    print(line, flush=True)
+time.sleep(60 if "--loop-ms=500" in sys.argv else 0)
+""")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    with card.Watch() as watch:
+        line = watch.process.stdout.readline()  # it has started
+    assert line == "1500, 600.5, 50\n"
+    assert watch.summary() == {"clocks.sm": [1700, 1750, 1800], "power.draw": [650, 675, 700],
+                               "temperature.gpu": [55, 57.5, 60]}
+    monkeypatch.setenv("PATH", str(tmp_path / "nowhere"))
+    with card.Watch() as watch:
+        pass
+    assert watch.summary() == {} and card.cards() == []
+
+
+def test_a_record_is_there_after_every_row(tmp_path, monkeypatch):
+    monkeypatch.setitem(SETS, "cpu", [SQUARE, replace(SQUARE, name="again")])
+    seen = []
+
+    def watched(shape, *given):
+        path = tmp_path / "cpu.json"
+        record = json.loads(path.read_text()) if path.exists() else {"rows": [], "complete": False}
+        seen.append((len(record["rows"]), record["complete"]))
+        return time_shape(shape, *given)
+
+    monkeypatch.setattr(command, "time_shape", watched)
+    run = ["cpu", "--seconds", "0", "--threads", str(torch.get_num_threads()), "--results", str(tmp_path)]
+    assert command.main(run) == 0 and seen == [(0, False), (2, False)]
+    record = json.loads((tmp_path / "cpu.json").read_text())
+    assert record["complete"] and len(record["rows"]) == 4
+    assert "cut short" in results.section({**record, "complete": False})
+    assert "cut short" not in results.section(record)
+
+
+def test_a_budget_leaves_out_what_comes_late(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(SETS, "cpu", [SQUARE, replace(SQUARE, name="again")])
+    run = ["cpu", "--seconds", "0", "--threads", str(torch.get_num_threads()), "--results", str(tmp_path)]
+    assert command.main([*run, "--budget", "1e-9"]) == 1
+    assert "ours is not timed at again: TimeoutError: the budget of 1e-09 s" in capsys.readouterr().out
+    assert json.loads((tmp_path / "cpu.json").read_text())["rows"] == []
+
+
+def test_what_is_counted_is_recorded_and_shown(tmp_path, monkeypatch, capsys):
+    FakeCard(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda i: "A card")
+    monkeypatch.setitem(SETS, "exact", [replace(SQUARE, name="normal-bfloat16", dtype="bfloat16")])
+    monkeypatch.setattr(exact, "rows", partial(exact.rows, device="cpu"))
+    assert command.main(["exact", "--results", str(tmp_path), "--peers", "ours,plain,fa3"]) == 0
+    out = capsys.readouterr().out
+    record = json.loads((tmp_path / "exact.json").read_text())
+    assert record["complete"] and len(record["rows"]) == 8 and record["missing"][0]["peer"] == "fa3"
+    assert "| normal | bfloat16 | dv " in out and "without fa3" in out
+    assert "| normal | bfloat16 | dv " in results.section(record)
+    wrong = SQUARE, {"peer": "ours", "error": "E: no"}
+    monkeypatch.setattr(exact, "rows", lambda *given: iter([wrong, wrong]))
+    assert command.main(["exact", "--results", str(tmp_path), "--peers", "ours", "--budget", "0"]) == 1
+    record = json.loads((tmp_path / "exact.json").read_text())
+    assert not record["complete"] and len(record["rows"]) == 1
+    assert "without ours, square: E: no" in capsys.readouterr().out
+
+
+def test_all_runs_every_part_inside_its_budget(tmp_path, monkeypatch, capsys):
+    runs = []
+
+    def run(line, **options):
+        name = next(part for part in line if part in command.ALL)
+        runs.append((name, line, options["timeout"]))
+        if name == "io":
+            raise command.subprocess.TimeoutExpired(line, options["timeout"])
+        return types.SimpleNamespace(returncode=2 if name == "exact" else 0)
+
+    monkeypatch.setattr(command.subprocess, "run", run)
+    readme = tmp_path / "README.md"
+    readme.write_text("<!-- bench:begin -->\n<!-- bench:end -->\n")
+    given = ["all", "--results", str(tmp_path), "--commit", "c0ffee", "--readme", str(readme)]
+    assert command.main([*given, "--budget", "200"]) == 1
+    said = capsys.readouterr().err
+    assert [name for name, *_ in runs] == list(command.ALL) and sum(command.ALL.values()) <= 470
+    assert "io: stopped: it took too long" in said and "exact: exit status 2" in said and "cuda: done" in said
+    for name, line, timeout in runs:
+        parsed = {part.partition("=")[0]: part.partition("=")[2] for part in line if part.startswith("--")}
+        assert parsed["--results"] == str(tmp_path) and parsed["--commit"] == "c0ffee"
+        seconds = command.ALL[name] * 200 / sum(command.ALL.values())
+        assert name == "cold" or seconds / 3 < float(parsed["--budget"]) < timeout
+        assert timeout <= 240
+    monkeypatch.setattr(command.subprocess, "run", lambda *_, **options: types.SimpleNamespace(returncode=0))
+    assert command.main(given) == 0
+
+
+def test_without_a_command_it_times_what_is_here(monkeypatch):
+    commands = []
+    main = command.main
+    monkeypatch.setattr(command, "main", lambda arguments: commands.append(arguments) or 0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main(["--results", "x"]) == 0 and commands == [["--results=x", "cpu"]]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert main([]) == 0 and commands[1:] == [["cuda"], ["decode"]]
+
+
+def test_cold_starts_are_of_fresh_processes(monkeypatch):
+    rows = list(cold.rows([]))
+    names = [r["name"] for r in rows]
+    assert "_C" in names and "import torch" in names and len(set(names)) == len(names)
+    for op in ("forward", "backward", "decode"):
+        assert {f"first {op}, cpu", f"second {op}, cpu"} <= set(names)
+    assert all(r.get("seconds", 1) > 0 and r.get("bytes", 1) > 0 and "error" not in r for r in rows)
+    assert "first decode, cpu" in tables.cold_table(rows)
+    program = """print('figures {"name": "x", "seconds": 1}'); import os; os.environ["A"] + 1"""
+    found = cold.fresh(program, A="b")
+    assert found[0] == {"name": "x", "seconds": 1} and "TypeError" in found[1]["error"]
+    monkeypatch.setattr(cold, "fresh", lambda program, *given, **settings: [{"name": program, **settings}])
+    built = [r for r in cold.rows(["cpu", "9.0;8.0"]) if "build for" in r["name"] or "jit" in r["name"]]
+    assert [(r.get("FLASHATTN_CUDA"), r.get("FLASHATTN_ARCHS")) for r in built] == [
+        ("off", None), ("on", "9.0;8.0"), (None, None), (None, None)]
+
+
+def interface(calls):
+    """The functions that flash-attn, its successors and xFormers share, over plain attention."""
+    def flash_attn_func(q, k, v, causal=False, softcap=0.0, window_size=(-1, -1), deterministic=False,
+                        num_splits=1):
+        calls.append((deterministic, num_splits))
+        B, S, Hq, D = q.shape
+        shape = Shape("", "forward", B, S, k.shape[1], Hq, k.shape[2], D, v.shape[3], causal, window_size,
+                      softcap=softcap)
+        plain = PEERS["plain"]
+        out = plain.bind(shape, q.device)(*(t.transpose(1, 2) for t in (q, k, v))).transpose(1, 2)
+        return out, None
+
+    class LowerTriangularFromBottomRightMask:
+        pass
+
+    def memory_efficient_attention(q, k, v, attn_bias=None):
+        return flash_attn_func(q, k, v, attn_bias is not None)[0]
+
+    biases = types.SimpleNamespace(LowerTriangularFromBottomRightMask=LowerTriangularFromBottomRightMask)
+    return types.SimpleNamespace(
+        flash_attn_func=flash_attn_func, flash_attn_with_kvcache=flash_attn_func,
+        memory_efficient_attention=memory_efficient_attention,
+        fmha=types.SimpleNamespace(attn_bias=biases))
+
+
+@pytest.mark.parametrize("name", ["fa2", "fa3", "fa4", "xformers"])
+def test_packages_solve_the_same_problem(name, monkeypatch):
+    peer, calls = PEERS[name], []
+    assert peer.missing() == "no CUDA device" or torch.cuda.is_available()
+    monkeypatch.setattr(type(peer), "load", lambda self: interface(calls))
+    monkeypatch.setattr(PEERS["fa3"].__class__, "whole", True)
+    bf16 = replace(SQUARE, dtype="bfloat16", causal=True)
+    for shape in (bf16, replace(bf16, op="backward"), replace(bf16, softcap=0.5, Hk=2),
+                  replace(bf16, window=(2, 0)), replace(bf16, op="decode", Sq=1, Sk=9)):
+        rows, missing = time_shape(shape, [PEERS["ours"], peer], budget_s=0)
+        assert not missing or missing[0]["reason"] == peer.refuses(shape) != ""
+        assert len(rows) == 2 - bool(peer.refuses(shape))
+    assert calls and not peer.refuses(bf16) and not peer.refuses(replace(bf16, op="forward+backward"))
+    assert peer.refuses(replace(bf16, page_size=2, op="decode"))
+
+
+@pytest.mark.parametrize("changes", [
+    {"window": (2, 1)}, {"softcap": 0.5, "causal": True}, {"alibi": True, "Hk": 2},
+    {"window": (3, 0), "alibi": True}])
+def test_flex_solves_the_same_problem(changes, monkeypatch):
+    flex = PEERS["flex"]
+    monkeypatch.setattr(type(flex), "compiled", lambda self, function: function)
+    shape = replace(SQUARE, Sq=128, Sk=128, D=16, Dv=16, **changes)
+    rows, missing = time_shape(shape, [PEERS["plain"], flex], budget_s=0)
+    assert [r["peer"] for r in rows] == ["plain", "flex"] and not missing
+    assert flex.refuses(SQUARE) and flex.refuses(replace(shape, graph=True))
+
+
+def figure_records(tmp_path):
+    """Small records of every kind that a figure shows."""
+    ceilings = {"gflops": 8.0, "read_gbytes": 4.0, "copy_gbytes": 4.0, "read_by": "sum"}
+    timed = [timed_row(f"{op}-{name}", peer, seconds, op=op) | {"kernel": f"{op}_sm90_x", "moved_bytes": 1e9}
+             for op in ("forward", "backward") for name in "xy"
+             for peer, seconds in (("ours", 0.5), ("cudnn", 0.7))]
+    decode = [timed_row("b1", "ours", 1.0, op="decode") | {"gbytes": 3.0, "moved_bytes": 1e9}]
+    grown = [timed_row(f"S-forward-{S}", "ours", S**2, Sk=S) | {"moved_bytes": S} for S in (2, 4, 8, 16)]
+    counted = [results.row(replace(SQUARE, name=f"d128-s{S}", D=128, Sk=S), {
+        "peer": peer, "dram_read": S, "dram_write": S, "formula": 2 * S, "kernels": []})
+        for S in (8, 16) for peer in ("ours", "plain")] + [results.row(SQUARE, {
+            "peer": "sdpa_math", "formula": 1, "error": "E: no"})]
+    taken = [results.row(replace(SQUARE, name=f"{op}-{S}", op=op, Sk=S), {
+        "peer": "ours", "input_bytes": S, "score_bytes": S * S,
+        **({"extra_bytes": S} if S < 32 else {"error": "out of memory"})})
+        for op in ("forward", "forward+backward") for S in (8, 16, 32)]
+    error = {"median": 1e-3, "p99": 2e-3, "p999": 4e-3, "max": 1e-2}
+    errors = [results.row(replace(SQUARE, name=f"normal-{dtype}", dtype=dtype), {
+        "peer": peer, "tensor": tensor, **error})
+        for dtype in ("bfloat16", "float16") for tensor in ("out", "dq", "dk", "dv")
+        for peer in ("ours", "plain")]
+    for name, rows, more in (
+            ("cuda", timed, {"ceilings": ceilings}), ("graphs", timed[:2], {}), ("decode", decode, {}),
+            ("growth", grown, {}), ("io", counted, {}), ("memory-cuda", taken, {}), ("exact", errors, {})):
+        record = results.record(name, f"python -m bench {name}", rows, "abc", missing=[], **more)
+        results.save(record, tmp_path)
+    return results.load(tmp_path)
+
+
+def test_figures_are_drawn_of_the_records_that_are_there(tmp_path):
+    records = figure_records(tmp_path / "results")
+    readme = tmp_path / "README.md"
+    readme.write_text("<!-- bench:begin -->\n<!-- bench:end -->\n")
+    report = ["report", "--results", str(tmp_path / "results"), "--readme", str(readme)]
+    assert command.main(report) == 0
+    folder = tmp_path / plots.FOLDER
+    assert {path.stem for path in folder.iterdir()} == {figure.name for figure in plots.FIGURES}
+    first = {path: path.read_text() for path in folder.iterdir()}
+    assert command.main(report) == 0 and first == {path: path.read_text() for path in folder.iterdir()}
+    for figure in plots.FIGURES:
+        text = (folder / f"{figure.name}.svg").read_text()
+        assert figure.source(records) in text and f"({plots.FOLDER}/{figure.name}.svg)" in readme.read_text()
+        assert plots.LOOK["ours"][2] in text or figure.name in ("roofline", "growth")
+    records["cuda"].pop("ceilings")
+    records["exact"]["rows"] = [{**r, "error": "no"} for r in records["exact"]["rows"] if not r.pop("max")]
+    del records["io"]
+    drawn = {path.stem for path in plots.draw(records, tmp_path / "less")}
+    assert drawn == {figure.name for figure in plots.FIGURES} - {"roofline", "exact", "exact-gradients", "io"}
+    assert set(plots.LOOK) == set(PEERS)
+
+
+def test_the_figures_are_of_the_records():
+    records = results.load(results.FOLDER)
+    possible = [figure for figure in plots.FIGURES if figure.possible(records)]
+    drawn = {path.stem for path in (results.ROOT / plots.FOLDER).iterdir()}
+    assert drawn == {figure.name for figure in possible}
+    for figure in possible:
+        assert figure.source(records) in (results.ROOT / plots.FOLDER / f"{figure.name}.svg").read_text()
+
+
+def test_a_record_in_csv_is_that_in_json():
+    for path in results.FOLDER.glob("*.json"):
+        record = json.loads(path.read_text())
+        with open(path.with_suffix(".csv"), newline="") as file:
+            rows = list(csv.DictReader(file))
+        assert len(rows) == len(record["rows"])
+        assert record["commit"] and not record["commit"].endswith("-dirty")
+        for line, r in zip(rows, record["rows"]):
+            assert {key: value for key, value in line.items() if value} == {
+                key: str(value) for key, value in r.items() if str(value)}
 
 
 def test_the_readme_shows_what_was_recorded():

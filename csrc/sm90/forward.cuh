@@ -501,7 +501,7 @@ __device__ inline void consume(const Forward& f, const ForwardShared<C>& shared,
         ptx::ldmatrix_x4(q_frag[step], shared.q(q_stage).chunk(warp_row + lane % 16, step * 2 + lane / 16));
   };
   const auto start_softmax = [&] {
-    // The weight of a row's only key shall be 1, so that its value is the result to the bit.
+    // Of few weights each one's rounding shows, so that the largest shall be 1: relative to the true maximum.
     const bool few = seen_first == Share::kFew;
     softmax.start(few ? none : near, few ? none : far);
   };

@@ -765,7 +765,8 @@ class FakeCard:
         for name, value in (
                 ("cudart", lambda: cudart), ("_sleep", lambda cycles: self.log.append("spin")),
                 ("synchronize", lambda: None), ("empty_cache", lambda: None), ("is_available", lambda: True),
-                ("get_device_capability", lambda: (9, 0)),
+                ("get_device_capability", lambda: (9, 0)), ("device_count", lambda: 1),
+                ("get_device_name", lambda i: "A card"),
                 ("reset_peak_memory_stats", lambda: self.log.append("reset")),
                 ("memory_allocated", lambda: 100), ("max_memory_allocated", lambda: 100 + self.peak)):
             monkeypatch.setattr(torch.cuda, name, value)
@@ -974,7 +975,6 @@ def test_a_budget_leaves_out_what_comes_late(tmp_path, monkeypatch, capsys):
 
 def test_what_is_counted_is_recorded_and_shown(tmp_path, monkeypatch, capsys):
     FakeCard(monkeypatch)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda i: "A card")
     monkeypatch.setitem(SETS, "exact", [replace(SQUARE, name="normal-bfloat16", dtype="bfloat16")])
     monkeypatch.setattr(exact, "rows", partial(exact.rows, device="cpu"))
     assert command.main(["exact", "--results", str(tmp_path), "--peers", "ours,plain,fa3"]) == 0
@@ -989,6 +989,52 @@ def test_what_is_counted_is_recorded_and_shown(tmp_path, monkeypatch, capsys):
     record = json.loads((tmp_path / "exact.json").read_text())
     assert not record["complete"] and len(record["rows"]) == 1
     assert "without ours, square: E: no" in capsys.readouterr().out
+
+
+def test_runs_on_a_card_are_compared_with_its_ceilings(tmp_path, monkeypatch, capsys):
+    FakeCard(monkeypatch)
+    inputs = Shape.inputs
+    monkeypatch.setattr(Shape, "inputs", lambda self, device: inputs(self, "cpu"))
+    ceilings = {"gflops": 50.0, "read_gbytes": 5.0, "copy_gbytes": 6.0, "read_by": "sum"}
+    monkeypatch.setattr(card, "ceilings", lambda: ceilings)
+    bf16 = replace(SQUARE, dtype="bfloat16")
+    for name, shapes in (("cuda", [bf16, replace(bf16, name="back", op="backward")]),
+                         ("decode", [replace(DECODE, dtype="bfloat16")]),
+                         ("growth", [replace(bf16, name=f"S-forward-{S}", Sq=S, Sk=S)
+                                     for S in (16, 32, 64)])):
+        monkeypatch.setitem(SETS, name, shapes)
+        run = [name, "--results", str(tmp_path), "--seconds", "0", "--peers", "ours,plain", "--threads",
+               str(torch.get_num_threads())]
+        assert command.main(run) == 0
+        record, out = json.loads((tmp_path / f"{name}.json").read_text()), capsys.readouterr().out
+        assert record["ceilings"] == ceilings and record["watched"] == {} and record["complete"]
+        assert len(record["rows"]) == 2 * len(shapes) and record["machine"]["cards"] == ["A card"]
+        for r in record["rows"]:
+            part = r["gbytes"] / 5.0 if name == "decode" else r["gflops"] / 50.0
+            assert r["of_ceiling"] == pytest.approx(part) and r["moved_bytes"] > 0
+        what = {"growth": "| exponent of bytes |", "cuda": "of the product's", "decode": "of the reading's"}
+        assert what[name] in out and "on A card, torch" in results.section(record)
+    monkeypatch.setattr(card, "ceilings", lambda: torch.zeros(-1))
+    assert command.main(run) == 0 and "no ceilings: RuntimeError" in capsys.readouterr().out
+    assert "of_ceiling" not in json.loads((tmp_path / "growth.json").read_text())["rows"][0]
+
+
+def test_memory_and_counters_are_recorded(tmp_path, monkeypatch, capsys, fake_ncu):
+    fake = FakeCard(monkeypatch)
+    fake.peak = 5000
+    fake_ncu()
+    monkeypatch.setitem(SETS, "memory-cuda", [replace(SQUARE, name="a"), replace(SQUARE, name="b")])
+    monkeypatch.setattr(memory, "rows_on_card", partial(memory.rows_on_card, device="cpu"))
+    run = ["--results", str(tmp_path), "--peers", "ours,plain"]
+    assert command.main(["memory-cuda", *run]) == 0 and command.main(["io", *run]) == 0
+    out = capsys.readouterr().out
+    assert "| forward | 6 " in out and "of formula" in out
+    assert "without plain, square: OutOfMemoryError" in out
+    rows = {name: json.loads((tmp_path / f"{name}.json").read_text())["rows"]
+            for name in ("memory-cuda", "io")}
+    assert [(r["name"], r["peer"], r["extra_bytes"]) for r in rows["memory-cuda"]] == [
+        (name, peer, 5000) for name in "ab" for peer in ("ours", "plain")]
+    assert [r.get("dram_read") for r in rows["io"]] == [1, None, None, 3001, None, None]
 
 
 def test_all_runs_every_part_inside_its_budget(tmp_path, monkeypatch, capsys):

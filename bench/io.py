@@ -20,7 +20,7 @@ from .peers import PEERS, Peer, reason
 from .shapes import SETS, Shape
 
 METHOD = """Nsight Compute reads `dram__bytes_read.sum`, `dram__bytes_write.sum` and all that the L2 cache is
-asked for (`lts__t_bytes.sum`) of every kernel of one call, without flushes of its own (`--cache-control none`):
+asked for (`lts__t_bytes.sum`) of every kernel of one call, without own flushes (`--cache-control none`):
 reading 512 MB empties the L2 cache before the call, and what a second reading after it makes the cache write
 back counts as written by the call.  Between the kernels of a call the cache keeps what it has.  Formula:
 `flashattn.traffic`, all in the dtype of q."""

@@ -5,6 +5,7 @@ import csv
 import json
 import re
 import sys
+import time
 import types
 from dataclasses import asdict, replace
 from functools import partial
@@ -928,18 +929,20 @@ def test_ceilings_are_measured_and_rows_compared_with_them():
 
 def test_the_card_is_watched_while_a_run_lasts(tmp_path, monkeypatch):
     (tmp_path / "nvidia-smi").write_text(f"""#!{sys.executable}
-import sys, time
+import pathlib, sys, time
 for line in ("1500, 600.5, 50", "1980, 100, [N/A]", "1700, 700, 60", "1800, 650, 55"):
     print(line, flush=True)
+pathlib.Path(sys.argv[0]).with_name("printed").touch()
 time.sleep(60 if "--loop-ms=500" in sys.argv else 0)
 """)
     (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     with card.Watch() as watch:
-        line = watch.process.stdout.readline()  # it has started
-    assert line == "1500, 600.5, 50\n"
-    assert watch.summary() == {"clocks.sm": [1700, 1750, 1800], "power.draw": [650, 675, 700],
-                               "temperature.gpu": [55, 57.5, 60]}
+        while not (tmp_path / "printed").exists():
+            assert watch.process.poll() is None
+            time.sleep(0.01)
+    assert watch.summary() == {"clocks.sm": [1500, 1700, 1800], "power.draw": [600.5, 650, 700],
+                               "temperature.gpu": [50, 55, 60]}
     monkeypatch.setenv("PATH", str(tmp_path / "nowhere"))
     with card.Watch() as watch:
         pass

@@ -147,10 +147,10 @@ def under_ncu(names: list[str], done: Path, metrics: tuple[str, ...], pattern: s
 
 
 def failure(text: str, said: str) -> str:
-    """The line in which ncu says why it counted nothing."""
-    lines = [line.strip() for line in f"{text}\n{said}".splitlines() if line.strip()]
-    wrong = [line for line in lines if "==ERROR==" in line or "rror" in line]
-    return (wrong or lines or ["ncu said nothing"])[0][:200]
+    """The line in which the program or ncu says why nothing was counted: the end of a traceback comes last."""
+    program, ncu = ([line.strip() for line in lines.splitlines() if "rror" in line.lower()]
+                    for lines in (said, text))
+    return (program[-1:] or ncu[:1] or ["no error was printed"])[0][:200]
 
 
 def rows_on_card(peers: list[Peer], pattern: str = "", budget_s: float = 120) -> Iterator[tuple[Shape, dict]]:

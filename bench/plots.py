@@ -199,8 +199,9 @@ def _memory(records):
                 axis.plot(*zip(*points), color=colour, marker=marker, linewidth=1.2, markersize=4.5,
                           label=label)
             if points and "error" in group[-1] and points[-1][0] < group[-1]["Sk"]:
-                axis.annotate("out of memory", points[-1], xytext=(-2, 6), textcoords="offset points",
-                              ha="right", fontsize=8, color=colour)
+                why = "out of memory" if "memory" in group[-1]["error"] else "error"
+                axis.annotate(why, points[-1], xytext=(-2, 6), textcoords="offset points", ha="right",
+                              fontsize=8, color=colour)
         scores = sorted({(r["Sk"], r["score_bytes"]) for r in mine})
         axis.plot(*zip(*scores), color="#888888", linewidth=1, linestyle="--", label="one score matrix")
         _logarithmic(axis)

@@ -749,6 +749,14 @@ def test_counters_go_to_their_shapes(fake_ncu, old):
     assert ours == element * (4 * 8 + 1) and plain == 4 * SQUARE.score_bytes() + element * 4 * 8
 
 
+def test_why_nothing_was_counted():
+    trace = "Traceback:\n  raise AssertionError('x')\nAssertionError: no CUDA\n"
+    ncu = "==PROF== Connected\n==ERROR== The application returned an error code (1).\n==ERROR== more\n"
+    assert io.failure(ncu, trace) == "AssertionError: no CUDA"
+    assert io.failure(ncu, "fine\n") == "==ERROR== The application returned an error code (1)."
+    assert io.failure('"ID","Kernel Name"', "") == "no error was printed"
+
+
 def test_counters_out_of_reach_are_a_reason(fake_ncu, monkeypatch):
     rows = fake_ncu(forbidden=True)
     assert all("ERR_NVGPUCTRPERM" in rows[i][1]["error"] for i in (0, 3))

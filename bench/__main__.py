@@ -122,7 +122,7 @@ def measured_ceilings() -> dict:
 def shown(options: argparse.Namespace, record: dict, shapes: list[Shape]) -> int:
     """Prints a timed run; its exit status."""
     rows, missing = record["rows"], record["missing"]
-    print(results.SECTIONS["growth"][2](rows) if options.command == "growth" else tables.timing_table(rows))
+    print((tables.growth_table if options.command == "growth" else tables.timing_table)(rows))
     notes = [tables.unrivalled(rows), tables.missing_text(missing), results.ceilings_text(record)]
     print(*(f"\n{note}" for note in notes if note), sep="\n")
     ratios = [r["ratio"] for r in rows if "ratio" in r]

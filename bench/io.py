@@ -147,7 +147,7 @@ def under_ncu(names: list[str], done: Path, metrics: tuple[str, ...], pattern: s
 
 
 def failure(text: str, said: str) -> str:
-    """The line in which the program or ncu says why nothing was counted: the end of a traceback comes last."""
+    """The line in which the program (the end of a traceback) or ncu says why nothing was counted."""
     program, ncu = ([line.strip() for line in lines.splitlines() if "rror" in line.lower()]
                     for lines in (said, text))
     return (program[-1:] or ncu[:1] or ["no error was printed"])[0][:200]

@@ -878,6 +878,9 @@ def test_every_peer_has_its_errors(monkeypatch):
         else:
             assert 0 <= r["median"] <= r["p99"] <= r["p999"] <= r["max"] < 0.3 and r["abs_max"] > 0
             assert r["median"] < 2 * torch.finfo(torch.bfloat16).eps
+    monkeypatch.setattr(exact, "oracle", lambda *given: torch.zeros(-1))
+    assert [(r["peer"], r["error"][:32]) for _, r in exact.rows([PEERS["ours"]], shapes, "cpu")] == [
+        ("ours", "no float64 result: RuntimeError:")] * 2
     normal, outliers = (exact.inputs(shape, "cpu")[0].float().abs().max() for shape in (
         replace(SQUARE, name=name, Sq=300) for name in ("normal", "outliers")))
     assert outliers > 2 * normal
@@ -981,7 +984,8 @@ def test_a_budget_leaves_out_what_comes_late(tmp_path, monkeypatch, capsys):
     run = ["cpu", "--seconds", "0", "--threads", str(torch.get_num_threads()), "--results", str(tmp_path)]
     assert command.main([*run, "--budget", "1e-9"]) == 1
     assert "ours is not timed at again: TimeoutError: the budget of 1e-09 s" in capsys.readouterr().out
-    assert json.loads((tmp_path / "cpu.json").read_text())["rows"] == []
+    record = json.loads((tmp_path / "cpu.json").read_text())
+    assert record["rows"] == [] and not record["complete"]
 
 
 def test_what_is_counted_is_recorded_and_shown(tmp_path, monkeypatch, capsys):

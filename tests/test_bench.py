@@ -712,21 +712,22 @@ with open(given["--done"], "w") as done:
         done.write(json.dumps(dict(error=error, launched=launched)) + chr(10))
 row, number = '"{{}}","{{}}","{{}}","byte","{{}}"' + chr(10), 0
 if not {forbidden}:
-    log.write("==PROF== 100% - 2 passes" + chr(10))
+    log.write("==PROF== 100% - " + ("2 passes" if len(metrics) > 2 and {several} else "1 pass") + chr(10))
     log.write('"ID","Kernel Name","Metric Name","Metric Unit","Metric Value"' + chr(10))
     for case, (error, launched) in enumerate(cases):
         for name in ("spin_kernel", "gemm", "spin_kernel", "reduce") if launched else ():
             for metric in metrics:
-                log.write(row.format(number, name, metric, 1000 * case + 1 if name == "gemm" else 7))
+                value = 1000 * case + 1 + {several} * (len(metrics) == 2)
+                log.write(row.format(number, name, metric, value if name == "gemm" else 7))
             number += 1
 """
 
 
 @pytest.fixture
 def fake_ncu(tmp_path, monkeypatch):
-    def install(old=False, forbidden=False):
+    def install(old=False, forbidden=False, several=False):
         path = tmp_path / "ncu"
-        path.write_text(FAKE_NCU.format(python=sys.executable, old=old, forbidden=forbidden))
+        path.write_text(FAKE_NCU.format(python=sys.executable, old=old, forbidden=forbidden, several=several))
         path.chmod(0o755)
         monkeypatch.setattr(io, "find_ncu", lambda: str(path))
         monkeypatch.setitem(SETS, "io", [SQUARE, replace(SQUARE, name="again"), replace(SQUARE, name="last")])
@@ -740,13 +741,19 @@ def test_counters_go_to_their_shapes(fake_ncu, old):
     assert [(shape.name, r["peer"]) for shape, r in rows] == [
         (name, peer) for name in ("square", "again", "last") for peer in ("ours", "plain")]
     figures = [(r.get("dram_read"), r.get("dram_write"), r.get("l2_bytes"), r.get("error")) for _, r in rows]
-    assert figures[0] == (1, 8, 32 if old else 1, None) and rows[0][1]["passes"] == 2
+    assert figures[0] == (1, 8, 32 if old else 1, None) and rows[0][1]["passes"] == 1
     assert figures[3] == (3001, 3008, 3001 * (32 if old else 1), None)
     assert figures[1][3] == "OutOfMemoryError: much" and figures[2][3] == "RuntimeError: late"
     assert all(figure[3].startswith("not reached") for figure in figures[4:])
     ours, plain = rows[0][1]["formula"], rows[1][1]["formula"]
     element = 2 * 4 * 6 * 4  # a number of each row and head, float32
     assert ours == element * (4 * 8 + 1) and plain == 4 * SQUARE.score_bytes() + element * 4 * 8
+
+
+def test_memory_is_counted_alone_where_passes_would_warm_the_cache(fake_ncu):
+    figures = [(r.get("dram_read"), r.get("dram_write"), r.get("l2_bytes"), r.get("passes"))
+               for _, r in fake_ncu(several=True)]
+    assert figures[0] == (2, 9, 1, 1) and figures[3] == (3002, 3009, 3001, 1)
 
 
 def test_why_nothing_was_counted():

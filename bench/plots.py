@@ -294,7 +294,8 @@ def _power(axis, peer: str, points: list[tuple[float, float]], marker: str | Non
         axis.plot(ends, [y0 * (x / x0) ** exponent for x in ends], color=colour, linewidth=0.9,
                   linestyle="--")
         shift, ha, va = ((5, -3), "left", "top") if peer == "ours" else ((-5, 3), "right", "bottom")
-        axis.annotate(f"power {exponent:.2f}", half[0], xytext=shift, textcoords="offset points", ha=ha,
+        at = half[0] if peer == "ours" else half[len(half) // 2]
+        axis.annotate(f"power {exponent:.2f}", at, xytext=shift, textcoords="offset points", ha=ha,
                       va=va, fontsize=8, color=colour)
     axis.plot(*zip(*points), color=colour, marker=own if marker is None else marker,
               linestyle="" if marker is None else "-", markersize=4, label=label)

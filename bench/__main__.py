@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import torch
@@ -91,7 +91,8 @@ def timed(options: argparse.Namespace) -> int:
             if "ceilings" in record.data:
                 results.add_shares(rows, record.data["ceilings"])
             record.save()
-    record.close(**{"watched": watch.summary()} if cuda else {})
+    late = any(r["reason"].startswith("TimeoutError") for r in missing)
+    record.close(complete=not late, **{"watched": watch.summary()} if cuda else {})
     return shown(options, record.data, shapes)
 
 
@@ -105,7 +106,8 @@ def one_shape(options: argparse.Namespace, shape: Shape, peers: list, start: flo
         measured, without = [], [{"name": shape.name, "peer": "ours", "reason": reason(error)}]
     if options.device == "cuda":
         gc.collect()
-        torch.cuda.empty_cache()
+        with suppress(RuntimeError):  # the device may be gone: then every later shape says so
+            torch.cuda.empty_cache()
     standard = {peer.name: peer.standard for peer in peers}
     return [{**r, "moved_bytes": shape.moved_bytes(standard[r["peer"]])} for r in measured], without
 
@@ -122,7 +124,7 @@ def measured_ceilings() -> dict:
 def shown(options: argparse.Namespace, record: dict, shapes: list[Shape]) -> int:
     """Prints a timed run; its exit status."""
     rows, missing = record["rows"], record["missing"]
-    print(results.SECTIONS["growth"][2](rows) if options.command == "growth" else tables.timing_table(rows))
+    print((tables.growth_table if options.command == "growth" else tables.timing_table)(rows))
     notes = [tables.unrivalled(rows), tables.missing_text(missing), results.ceilings_text(record)]
     print(*(f"\n{note}" for note in notes if note), sep="\n")
     ratios = [r["ratio"] for r in rows if "ratio" in r]

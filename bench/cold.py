@@ -13,8 +13,8 @@ import torch
 from .peers import reason
 
 ROOT = Path(__file__).parent.parent
-METHOD = """Imports and calls are those of a fresh process for each device.  A first call loads its kernel, the
-second is the same call again.  Sizes are those of the files that were built."""
+METHOD = """Imports and calls are those of a fresh process for each device.  A first call loads its kernel,
+the second is the same call again.  Sizes are those of the files that were built."""
 
 TIMED = """
 import json, time

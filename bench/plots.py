@@ -71,8 +71,10 @@ def links(records: dict[str, dict]) -> dict[str, list[str]]:
 
 
 def draw(records: dict[str, dict], folder: Path, kinds: tuple[str, ...] = ("svg",)) -> list[Path]:
-    """Writes the figures that are possible, and returns their paths."""
+    """Writes the figures that are possible, deletes the others, and returns the paths."""
     wanted = [figure for figure in FIGURES if figure.possible(records)]
+    for figure in set(FIGURES) - set(wanted):
+        (folder / f"{figure.name}.svg").unlink(missing_ok=True)
     if not wanted:
         return []
     import matplotlib
@@ -127,17 +129,17 @@ def _legend(picture, axes, columns: int = 4) -> None:
 def _dots(record: dict, chosen: Callable[[dict], bool], unit: str, ceiling: str):
     """One line per shape, one mark per peer: rates."""
     rows = [r for r in record["rows"] if chosen(r)]
-    key, scale = ("gbytes", 1e3) if ceiling == "read_gbytes" else ("gflops", 1e3)
+    key = "gbytes" if ceiling == "read_gbytes" else "gflops"
     names = [name for name, in grouped(rows, "name")]
     picture, (axis,) = _axes(height=1.1 + 0.2 * len(names))
     top = record.get("ceilings", {}).get(ceiling)
     if top:
-        axis.axvline(top / scale, color="#888888", linewidth=1, linestyle="--", zorder=1,
+        axis.axvline(top / 1e3, color="#888888", linewidth=1, linestyle="--", zorder=1,
                      label="ceiling of the same run")
     peers = sorted((peer for peer, in grouped(rows, "peer")), key=list(LOOK).index)
     for peer in reversed(peers):  # ours on top
         colour, marker, label = LOOK[peer]
-        points = [(r[key] / scale, names.index(r["name"])) for r in rows if r["peer"] == peer]
+        points = [(r[key] / 1e3, names.index(r["name"])) for r in rows if r["peer"] == peer]
         axis.scatter(*zip(*points), color=colour, marker=marker, label=label, s=44 if peer == "ours" else 26,
                      linewidths=1, zorder=4 if peer == "ours" else 3)
     axis.set_yticks(range(len(names)), [name.partition("-")[2] if name.startswith(("forward-", "backward-"))
@@ -197,8 +199,9 @@ def _memory(records):
                 axis.plot(*zip(*points), color=colour, marker=marker, linewidth=1.2, markersize=4.5,
                           label=label)
             if points and "error" in group[-1] and points[-1][0] < group[-1]["Sk"]:
-                axis.annotate("out of memory", points[-1], xytext=(-2, 6), textcoords="offset points",
-                              ha="right", fontsize=8, color=colour)
+                why = "out of memory" if "memory" in group[-1]["error"] else "error"
+                axis.annotate(why, points[-1], xytext=(-2, 6), textcoords="offset points", ha="right",
+                              fontsize=8, color=colour)
         scores = sorted({(r["Sk"], r["score_bytes"]) for r in mine})
         axis.plot(*zip(*scores), color="#888888", linewidth=1, linestyle="--", label="one score matrix")
         _logarithmic(axis)
@@ -291,7 +294,8 @@ def _power(axis, peer: str, points: list[tuple[float, float]], marker: str | Non
         axis.plot(ends, [y0 * (x / x0) ** exponent for x in ends], color=colour, linewidth=0.9,
                   linestyle="--")
         shift, ha, va = ((5, -3), "left", "top") if peer == "ours" else ((-5, 3), "right", "bottom")
-        axis.annotate(f"power {exponent:.2f}", half[0], xytext=shift, textcoords="offset points", ha=ha,
+        at = half[0] if peer == "ours" else half[len(half) // 2]
+        axis.annotate(f"power {exponent:.2f}", at, xytext=shift, textcoords="offset points", ha=ha,
                       va=va, fontsize=8, color=colour)
     axis.plot(*zip(*points), color=colour, marker=own if marker is None else marker,
               linestyle="" if marker is None else "-", markersize=4, label=label)

@@ -66,7 +66,7 @@ def commit() -> str:
     def git(*arguments):
         done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True)
         return done.stdout.strip() if done.returncode == 0 else ""
-    changed = git("status", "--porcelain", "--", ".", ":!bench/results", ":!README.md")
+    changed = git("status", "--porcelain", "--", ".", ":!bench/results", ":!docs/figures", ":!README.md")
     return (git("rev-parse", "--short=12", "HEAD") or "none") + ("-dirty" if changed else "")
 
 

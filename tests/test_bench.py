@@ -5,6 +5,7 @@ import csv
 import json
 import re
 import sys
+import time
 import types
 from dataclasses import asdict, replace
 from functools import partial
@@ -711,21 +712,22 @@ with open(given["--done"], "w") as done:
         done.write(json.dumps(dict(error=error, launched=launched)) + chr(10))
 row, number = '"{{}}","{{}}","{{}}","byte","{{}}"' + chr(10), 0
 if not {forbidden}:
-    log.write("==PROF== 100% - 2 passes" + chr(10))
+    log.write("==PROF== 100% - " + ("2 passes" if len(metrics) > 2 and {several} else "1 pass") + chr(10))
     log.write('"ID","Kernel Name","Metric Name","Metric Unit","Metric Value"' + chr(10))
     for case, (error, launched) in enumerate(cases):
         for name in ("spin_kernel", "gemm", "spin_kernel", "reduce") if launched else ():
             for metric in metrics:
-                log.write(row.format(number, name, metric, 1000 * case + 1 if name == "gemm" else 7))
+                value = 1000 * case + 1 + {several} * (len(metrics) == 2)
+                log.write(row.format(number, name, metric, value if name == "gemm" else 7))
             number += 1
 """
 
 
 @pytest.fixture
 def fake_ncu(tmp_path, monkeypatch):
-    def install(old=False, forbidden=False):
+    def install(old=False, forbidden=False, several=False):
         path = tmp_path / "ncu"
-        path.write_text(FAKE_NCU.format(python=sys.executable, old=old, forbidden=forbidden))
+        path.write_text(FAKE_NCU.format(python=sys.executable, old=old, forbidden=forbidden, several=several))
         path.chmod(0o755)
         monkeypatch.setattr(io, "find_ncu", lambda: str(path))
         monkeypatch.setitem(SETS, "io", [SQUARE, replace(SQUARE, name="again"), replace(SQUARE, name="last")])
@@ -739,13 +741,27 @@ def test_counters_go_to_their_shapes(fake_ncu, old):
     assert [(shape.name, r["peer"]) for shape, r in rows] == [
         (name, peer) for name in ("square", "again", "last") for peer in ("ours", "plain")]
     figures = [(r.get("dram_read"), r.get("dram_write"), r.get("l2_bytes"), r.get("error")) for _, r in rows]
-    assert figures[0] == (1, 8, 32 if old else 1, None) and rows[0][1]["passes"] == 2
+    assert figures[0] == (1, 8, 32 if old else 1, None) and rows[0][1]["passes"] == 1
     assert figures[3] == (3001, 3008, 3001 * (32 if old else 1), None)
     assert figures[1][3] == "OutOfMemoryError: much" and figures[2][3] == "RuntimeError: late"
     assert all(figure[3].startswith("not reached") for figure in figures[4:])
     ours, plain = rows[0][1]["formula"], rows[1][1]["formula"]
     element = 2 * 4 * 6 * 4  # a number of each row and head, float32
     assert ours == element * (4 * 8 + 1) and plain == 4 * SQUARE.score_bytes() + element * 4 * 8
+
+
+def test_memory_is_counted_alone_where_passes_would_warm_the_cache(fake_ncu):
+    figures = [(r.get("dram_read"), r.get("dram_write"), r.get("l2_bytes"), r.get("passes"))
+               for _, r in fake_ncu(several=True)]
+    assert figures[0] == (2, 9, 1, 1) and figures[3] == (3002, 3009, 3001, 1)
+
+
+def test_why_nothing_was_counted():
+    trace = "Traceback:\n  raise AssertionError('x')\nAssertionError: no CUDA\n"
+    ncu = "==PROF== Connected\n==ERROR== The application returned an error code (1).\n==ERROR== more\n"
+    assert io.failure(ncu, trace) == "AssertionError: no CUDA"
+    assert io.failure(ncu, "fine\n") == "==ERROR== The application returned an error code (1)."
+    assert io.failure('"ID","Kernel Name"', "") == "no error was printed"
 
 
 def test_counters_out_of_reach_are_a_reason(fake_ncu, monkeypatch):
@@ -765,7 +781,8 @@ class FakeCard:
         for name, value in (
                 ("cudart", lambda: cudart), ("_sleep", lambda cycles: self.log.append("spin")),
                 ("synchronize", lambda: None), ("empty_cache", lambda: None), ("is_available", lambda: True),
-                ("get_device_capability", lambda: (9, 0)),
+                ("get_device_capability", lambda: (9, 0)), ("device_count", lambda: 1),
+                ("get_device_name", lambda i: "A card"),
                 ("reset_peak_memory_stats", lambda: self.log.append("reset")),
                 ("memory_allocated", lambda: 100), ("max_memory_allocated", lambda: 100 + self.peak)):
             monkeypatch.setattr(torch.cuda, name, value)
@@ -868,6 +885,9 @@ def test_every_peer_has_its_errors(monkeypatch):
         else:
             assert 0 <= r["median"] <= r["p99"] <= r["p999"] <= r["max"] < 0.3 and r["abs_max"] > 0
             assert r["median"] < 2 * torch.finfo(torch.bfloat16).eps
+    monkeypatch.setattr(exact, "oracle", lambda *given: torch.zeros(-1))
+    assert [(r["peer"], r["error"][:32]) for _, r in exact.rows([PEERS["ours"]], shapes, "cpu")] == [
+        ("ours", "no float64 result: RuntimeError:")] * 2
     normal, outliers = (exact.inputs(shape, "cpu")[0].float().abs().max() for shape in (
         replace(SQUARE, name=name, Sq=300) for name in ("normal", "outliers")))
     assert outliers > 2 * normal
@@ -927,18 +947,20 @@ def test_ceilings_are_measured_and_rows_compared_with_them():
 
 def test_the_card_is_watched_while_a_run_lasts(tmp_path, monkeypatch):
     (tmp_path / "nvidia-smi").write_text(f"""#!{sys.executable}
-import sys, time
+import pathlib, sys, time
 for line in ("1500, 600.5, 50", "1980, 100, [N/A]", "1700, 700, 60", "1800, 650, 55"):
     print(line, flush=True)
+pathlib.Path(sys.argv[0]).with_name("printed").touch()
 time.sleep(60 if "--loop-ms=500" in sys.argv else 0)
 """)
     (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     with card.Watch() as watch:
-        line = watch.process.stdout.readline()  # it has started
-    assert line == "1500, 600.5, 50\n"
-    assert watch.summary() == {"clocks.sm": [1700, 1750, 1800], "power.draw": [650, 675, 700],
-                               "temperature.gpu": [55, 57.5, 60]}
+        while not (tmp_path / "printed").exists():
+            assert watch.process.poll() is None
+            time.sleep(0.01)
+    assert watch.summary() == {"clocks.sm": [1500, 1700, 1800], "power.draw": [600.5, 650, 700],
+                               "temperature.gpu": [50, 55, 60]}
     monkeypatch.setenv("PATH", str(tmp_path / "nowhere"))
     with card.Watch() as watch:
         pass
@@ -969,12 +991,12 @@ def test_a_budget_leaves_out_what_comes_late(tmp_path, monkeypatch, capsys):
     run = ["cpu", "--seconds", "0", "--threads", str(torch.get_num_threads()), "--results", str(tmp_path)]
     assert command.main([*run, "--budget", "1e-9"]) == 1
     assert "ours is not timed at again: TimeoutError: the budget of 1e-09 s" in capsys.readouterr().out
-    assert json.loads((tmp_path / "cpu.json").read_text())["rows"] == []
+    record = json.loads((tmp_path / "cpu.json").read_text())
+    assert record["rows"] == [] and not record["complete"]
 
 
 def test_what_is_counted_is_recorded_and_shown(tmp_path, monkeypatch, capsys):
     FakeCard(monkeypatch)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda i: "A card")
     monkeypatch.setitem(SETS, "exact", [replace(SQUARE, name="normal-bfloat16", dtype="bfloat16")])
     monkeypatch.setattr(exact, "rows", partial(exact.rows, device="cpu"))
     assert command.main(["exact", "--results", str(tmp_path), "--peers", "ours,plain,fa3"]) == 0
@@ -989,6 +1011,52 @@ def test_what_is_counted_is_recorded_and_shown(tmp_path, monkeypatch, capsys):
     record = json.loads((tmp_path / "exact.json").read_text())
     assert not record["complete"] and len(record["rows"]) == 1
     assert "without ours, square: E: no" in capsys.readouterr().out
+
+
+def test_runs_on_a_card_are_compared_with_its_ceilings(tmp_path, monkeypatch, capsys):
+    FakeCard(monkeypatch)
+    inputs = Shape.inputs
+    monkeypatch.setattr(Shape, "inputs", lambda self, device: inputs(self, "cpu"))
+    ceilings = {"gflops": 50.0, "read_gbytes": 5.0, "copy_gbytes": 6.0, "read_by": "sum"}
+    monkeypatch.setattr(card, "ceilings", lambda: ceilings)
+    bf16 = replace(SQUARE, dtype="bfloat16")
+    for name, shapes in (("cuda", [bf16, replace(bf16, name="back", op="backward")]),
+                         ("decode", [replace(DECODE, dtype="bfloat16")]),
+                         ("growth", [replace(bf16, name=f"S-forward-{S}", Sq=S, Sk=S)
+                                     for S in (16, 32, 64)])):
+        monkeypatch.setitem(SETS, name, shapes)
+        run = [name, "--results", str(tmp_path), "--seconds", "0", "--peers", "ours,plain", "--threads",
+               str(torch.get_num_threads())]
+        assert command.main(run) == 0
+        record, out = json.loads((tmp_path / f"{name}.json").read_text()), capsys.readouterr().out
+        assert record["ceilings"] == ceilings and record["watched"] == {} and record["complete"]
+        assert len(record["rows"]) == 2 * len(shapes) and record["machine"]["cards"] == ["A card"]
+        for r in record["rows"]:
+            part = r["gbytes"] / 5.0 if name == "decode" else r["gflops"] / 50.0
+            assert r["of_ceiling"] == pytest.approx(part) and r["moved_bytes"] > 0
+        what = {"growth": "| exponent of bytes |", "cuda": "of the product's", "decode": "of the reading's"}
+        assert what[name] in out and "on A card, torch" in results.section(record)
+    monkeypatch.setattr(card, "ceilings", lambda: torch.zeros(-1))
+    assert command.main(run) == 0 and "no ceilings: RuntimeError" in capsys.readouterr().out
+    assert "of_ceiling" not in json.loads((tmp_path / "growth.json").read_text())["rows"][0]
+
+
+def test_memory_and_counters_are_recorded(tmp_path, monkeypatch, capsys, fake_ncu):
+    fake = FakeCard(monkeypatch)
+    fake.peak = 5000
+    fake_ncu()
+    monkeypatch.setitem(SETS, "memory-cuda", [replace(SQUARE, name="a"), replace(SQUARE, name="b")])
+    monkeypatch.setattr(memory, "rows_on_card", partial(memory.rows_on_card, device="cpu"))
+    run = ["--results", str(tmp_path), "--peers", "ours,plain"]
+    assert command.main(["memory-cuda", *run]) == 0 and command.main(["io", *run]) == 0
+    out = capsys.readouterr().out
+    assert "| forward | 6 " in out and "of formula" in out
+    assert "without plain, square: OutOfMemoryError" in out
+    rows = {name: json.loads((tmp_path / f"{name}.json").read_text())["rows"]
+            for name in ("memory-cuda", "io")}
+    assert [(r["name"], r["peer"], r["extra_bytes"]) for r in rows["memory-cuda"]] == [
+        (name, peer, 5000) for name in "ab" for peer in ("ours", "plain")]
+    assert [r.get("dram_read") for r in rows["io"]] == [1, None, None, 3001, None, None]
 
 
 def test_all_runs_every_part_inside_its_budget(tmp_path, monkeypatch, capsys):
@@ -1128,26 +1196,30 @@ def figure_records(tmp_path):
     return results.load(tmp_path)
 
 
-def test_figures_are_drawn_of_the_records_that_are_there(tmp_path):
+def test_figures_are_drawn_of_the_records_that_are_there(tmp_path, monkeypatch):
     records = figure_records(tmp_path / "results")
     readme = tmp_path / "README.md"
     readme.write_text("<!-- bench:begin -->\n<!-- bench:end -->\n")
-    report = ["report", "--results", str(tmp_path / "results"), "--readme", str(readme)]
-    assert command.main(report) == 0
+    assert command.main(["report", "--results", str(tmp_path / "results"), "--readme", str(readme)]) == 0
     folder = tmp_path / plots.FOLDER
     assert {path.stem for path in folder.iterdir()} == {figure.name for figure in plots.FIGURES}
-    first = {path: path.read_text() for path in folder.iterdir()}
-    assert command.main(report) == 0 and first == {path: path.read_text() for path in folder.iterdir()}
     for figure in plots.FIGURES:
         text = (folder / f"{figure.name}.svg").read_text()
         assert figure.source(records) in text and f"({plots.FOLDER}/{figure.name}.svg)" in readme.read_text()
-        assert plots.LOOK["ours"][2] in text or figure.name in ("roofline", "growth")
-    records["cuda"].pop("ceilings")
-    records["exact"]["rows"] = [{**r, "error": "no"} for r in records["exact"]["rows"] if not r.pop("max")]
-    del records["io"]
-    drawn = {path.stem for path in plots.draw(records, tmp_path / "less")}
-    assert drawn == {figure.name for figure in plots.FIGURES} - {"roofline", "exact", "exact-gradients", "io"}
+        assert plots.LOOK["ours"][2] in text or figure.name == "roofline"
     assert set(plots.LOOK) == set(PEERS)
+
+    records["cuda"].pop("ceilings")
+    for r in records["exact"]["rows"]:
+        r["error"] = f"no {r.pop('max')}"
+    del records["io"]
+    left = {figure.name for figure in plots.FIGURES if figure.possible(records)}
+    assert left == {figure.name for figure in plots.FIGURES} - {"roofline", "exact", "exact-gradients", "io"}
+    some = [figure for figure in plots.FIGURES if figure.name in ("graphs", "io")]
+    monkeypatch.setattr(plots, "FIGURES", some)
+    first = (folder / "graphs.svg").read_text()
+    assert plots.draw(records, folder) == [folder / "graphs.svg"] and not (folder / "io.svg").exists()
+    assert first == (folder / "graphs.svg").read_text()
 
 
 def test_the_figures_are_of_the_records():

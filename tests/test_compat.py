@@ -810,7 +810,8 @@ def test_latent_cache(device):
 TAIL_2 = ("dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, "
           "alibi_slopes=None, deterministic=False, return_attn_probs=False")
 TAIL_3 = ("q_descale=None, k_descale=None, v_descale=None, window_size=(-1, -1), attention_chunk=0, "
-          "softcap=0.0, num_splits=1, pack_gqa=None, deterministic=False, sm_margin=0, return_attn_probs=False")
+          "softcap=0.0, num_splits=1, pack_gqa=None, deterministic=False, sm_margin=0, "
+          "return_attn_probs=False")
 LENGTHS = "cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k"
 SIGNATURES = {
     flash_attn: {
@@ -836,9 +837,9 @@ SIGNATURES = {
         "flash_attn_with_kvcache":
             "q, k_cache, v_cache, k=None, v=None, qv=None, rotary_cos=None, rotary_sin=None, "
             "cache_seqlens=None, cache_batch_idx=None, cache_leftpad=None, page_table=None, "
-            "cu_seqlens_q=None, cu_seqlens_k_new=None, max_seqlen_q=None, rotary_seqlens=None, q_descale=None, k_descale=None, "
-            "v_descale=None, softmax_scale=None, causal=False, window_size=(-1, -1), attention_chunk=0, "
-            "softcap=0.0, rotary_interleaved=True, scheduler_metadata=None, num_splits=0, pack_gqa=None, "
+            "cu_seqlens_q=None, cu_seqlens_k_new=None, max_seqlen_q=None, rotary_seqlens=None, "
+            "q_descale=None, k_descale=None, v_descale=None, softmax_scale=None, causal=False, "
+            "window_size=(-1, -1), attention_chunk=0, softcap=0.0, rotary_interleaved=True, scheduler_metadata=None, num_splits=0, pack_gqa=None, "
             "sm_margin=0, return_softmax_lse=False",
         "flash_attn_combine": "out_partial, lse_partial, out=None, out_dtype=None",
         "get_scheduler_metadata":
@@ -1095,7 +1096,7 @@ def test_transformers_flash_path(version, device, monkeypatch):
         assert functions[3:] == (bert_padding.pad_input, bert_padding.unpad_input)
 
     q, k, v = (rand(device, F16, 2, 12, heads, 32).requires_grad_() for heads in (4, 2, 2))
-    options = {"query_length": 12, "is_causal": True, "softcap": 20.0, "implementation": implementation}
+    options = {"query_length": 12, "is_causal": True, "softcap": 20.0, "attn_implementation": implementation}
     for lens, extra in ((None, {}), (None, {"sliding_window": 5}), (ints(device, 12, 7), {})):
         mask = None if lens is None else mask_of(lens, 12)
         out = utils._flash_attention_forward(q, k, v, mask, **options, **extra)

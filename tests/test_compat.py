@@ -801,8 +801,9 @@ def test_latent_cache(device):
         q_turned, pages[..., 256:], pages[..., :256], qv=qv, cache_seqlens=lengths + 4, page_table=table,
         causal=True)
     within(again, ref[0], plain[0], 2, 1e-5, "out of pages")
-    with pytest.raises(NotImplementedError, match="qv is given, and k_cache and v_cache lie apart"):
-        flash_attn_interface.flash_attn_with_kvcache(q, kv[..., 256:].clone(), kv[..., :256], qv=qv)
+    for k_cache, v_cache in ((kv[..., 256:].clone(), kv[..., :256]), (kv[..., :64], kv[..., 64:])):
+        with pytest.raises(NotImplementedError, match="^qv is given, and k_cache and v_cache lie apart"):
+            flash_attn_interface.flash_attn_with_kvcache(q, k_cache, v_cache, qv=qv)
 
 
 # ---- signatures, results, refusals -------------------------------------------------------------------------

@@ -176,8 +176,8 @@ bool records(const OperatorHandle& op, const Stack& stack, const std::vector<siz
     const Tensor& x = arguments[position].toTensor();
     some |= x.requires_grad();
     TORCH_CHECK_NOT_IMPLEMENTED(!x.unsafeGetTensorImpl()->_fw_grad(0, x).defined(),
-                                op.schema().arguments()[position].name(), " has a tangent: ",
-                                "forward-mode AD (jvp) of ", op.schema().name(),
+                                op.schema().arguments()[position].name(),
+                                " has a tangent: ", "forward-mode AD (jvp) of ", op.schema().name(),
                                 " is not implemented; expected reverse mode");
   }
   return some && at::GradMode::is_enabled();
@@ -200,9 +200,9 @@ void backward(const OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) 
   static const auto at = positions(op, {"dout", "q", "k", "v", "dlse", "bias", "sink"});
   if (!records(op, *stack, at)) return run_below(op, keys, stack);
   const Call call(op, keys, stack);
-  push(stack, Backward::apply(call, call.tensor(at[0]), call.tensor(at[1]), call.tensor(at[2]),
-                              call.tensor(at[3]), call.maybe_tensor(at[4]), call.maybe_tensor(at[5]),
-                              call.maybe_tensor(at[6])));
+  push(stack,
+       Backward::apply(call, call.tensor(at[0]), call.tensor(at[1]), call.tensor(at[2]), call.tensor(at[3]),
+                       call.maybe_tensor(at[4]), call.maybe_tensor(at[5]), call.maybe_tensor(at[6])));
 }
 
 torch::Library implement() {

@@ -89,10 +89,12 @@ Tensor allocate_workspace(Params& p, const Tensor& q, const Instance<Params>& in
   constexpr int64_t kAlign = 64;
   const int64_t shared = (need.shared_bytes + kAlign - 1) / kAlign * kAlign;
   const int64_t total = shared + need.threads * need.private_bytes;
-  if (total == 0) return {};
-  Tensor bytes = at::empty({total}, q.options().dtype(at::kByte));
-  need.shared = bytes.data_ptr();
-  need.private_data = static_cast<char*>(need.shared) + shared;
+  Tensor bytes;
+  if (total > 0) {
+    bytes = at::empty({total}, q.options().dtype(at::kByte));
+    need.shared = bytes.data_ptr();
+    need.private_data = static_cast<char*>(need.shared) + shared;
+  }
   p.workspace = need;
   return bytes;
 }
@@ -215,8 +217,8 @@ void backward(const c10::OperatorHandle& op, Stack* stack) {
          dv = new_tensor(q, v.sizes(), q.scalar_type(), zero_k);
   Tensor delta = new_tensor(q, statistic_shape(q), sum_type(q), false);
   Tensor dbias = new_tensor(q, bias_grad ? o.bias->sizes() : at::IntArrayRef{0}, sum_type(q), bias_grad);
-  Tensor dsink = o.sink ? new_tensor(q, {p.heads_q}, at::kDouble, true)
-                        : new_tensor(q, {0}, sum_type(q), false);
+  Tensor dsink =
+      o.sink ? new_tensor(q, {p.heads_q}, at::kDouble, true) : new_tensor(q, {0}, sum_type(q), false);
   p.dq = view(dq), p.dk = view(dk), p.dv = view(dv), p.delta = statistic(delta);
   if (bias_grad)
     p.dbias = {dbias.data_ptr(), broadcast_stride(dbias, 0), broadcast_stride(dbias, 1),

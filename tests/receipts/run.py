@@ -35,7 +35,7 @@ sys.path.pop(0)
 SOURCES = ("common", "mma", "sm90", "any", "families", "params.h", "instance.h")  # of csrc/, and the rows
 SUITE = ("test_forward.py", "test_backward.py", "test_decode.py", "test_pairs.py", "test_regressions.py",
          "test_properties.py", "test_errors.py", "test_torch.py", "test_extreme.py", "test_training.py",
-         "test_generation.py", "test_cuda.py")
+         "test_generation.py", "test_transformers.py", "test_cuda.py")
 TOOLS = ("memcheck", "synccheck", "initcheck", "racecheck")
 PARTS = ("build", "suite", *TOOLS)
 FAULT = re.compile(  # what a sanitizer found, and the next line, which may name the kernel

@@ -1,4 +1,4 @@
-"""flashattn as an attention implementation of Hugging Face transformers (5.x).
+"""flashattn as an attention implementation of Hugging Face transformers (5.4 or newer).
 
     from flashattn.integrations.transformers import register
     register()

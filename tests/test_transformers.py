@@ -265,6 +265,22 @@ def test_packed_sequences_by_bounds_alone(device, calls):
     torch.testing.assert_close(got[hidden], expected[hidden])
 
 
+def test_positions_of_a_layer_are_read_again_when_they_change(calls):
+    layer, q, k, v = Layer(), *(torch.randn(1, 2, 6, 8) for _ in range(3))
+    positions = torch.arange(6)[None]
+    whole, _ = attention(layer, q, k, v, None, position_ids=positions)
+    assert torch.equal(whole, attention(layer, q, k, v, None)[0])
+    positions[0, 4:] -= 4
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            packed, _ = attention(layer, q, k, v, None, position_ids=positions.clone())
+        assert torch.equal(packed[:, :4], whole[:, :4]) and not torch.equal(packed[:, 4:], whole[:, 4:])
+    assert torch.equal(packed, attention(layer, q, k, v, None, position_ids=positions)[0])
+    assert calls[-1][1]["cu_seqlens_k"].tolist() == [0, 4, 6]
+    both_ways, _ = attention(layer, q, k, v, None, position_ids=positions, is_causal=False)
+    assert torch.equal(both_ways, attention(layer, q, k, v, None, is_causal=False)[0])
+
+
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("kind", ["llama", "gpt_oss"])
 def test_gradient_checkpointing_changes_no_gradient(kind, reentrant, device):
@@ -513,9 +529,14 @@ def test_a_whole_model_compiles(device):
 
 # ---- the real encoder -----------------------------------------------------------------------------------
 
-def test_the_real_encoder_on_a_padded_batch(dtype, device, calls):
+@pytest.fixture
+def encoder(device):
+    """Its weights, which a GPU machine may lack: the head of this file says how to carry them there."""
     if device.type != "cpu":
-        pytest.importorskip(demo.WEIGHTS, reason="see the head of this file")
+        pytest.importorskip(demo.WEIGHTS)
+
+
+def test_the_real_encoder_on_a_padded_batch(encoder, dtype, device, calls):
     eager, sdpa, ours = (demo.embed(demo.SENTENCES, name, dtype, device) for name in ("eager", "sdpa", NAME))
     theirs = (sdpa - eager).abs().max().item()
     assert 0 < theirs < 100 * torch.finfo(dtype).eps
@@ -816,7 +837,7 @@ def test_names_that_transformers_would_misread_are_refused(name):
 
 # ---- the page of the documentation ----------------------------------------------------------------------
 
-def test_the_page_runs():
+def test_the_page_runs(encoder):
     names = {}
     snippets = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
     assert len(snippets) >= 3

@@ -794,6 +794,16 @@ def test_a_mask_is_a_tensor_to_everything_else():
     assert torch.equal(out, attention(Layer(), q, k, v, expected)[0])
 
 
+def test_a_mask_of_another_shape_is_a_tensor():
+    mask, expected = (attention_mask(1, 6, 6, attention_mask=torch.arange(6)[None] < 4), sdpa_mask(
+        1, 6, 6, attention_mask=torch.arange(6)[None] < 4))
+    assert isinstance(mask, Mask)
+    q, k, v = qkv(6, 6)
+    assert torch.equal(attention(Layer(), q, k, v, mask)[0], attention(Layer(), q, k, v, expected)[0])
+    with pytest.raises(ValueError, match="mask"):
+        attention(Layer(), *qkv(6, 7), mask)
+
+
 def test_a_mask_moves_to_another_device_by_its_rule():
     mask, expected = rule_of_left_padding()
     moved = mask.to("meta")

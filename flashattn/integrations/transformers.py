@@ -116,7 +116,8 @@ def attention(
         rule = _rule_of_layer(module, q.shape[1], k.shape[1], is_causal, sliding_window,
                               alone=cu_seq_lens_q is None)
     else:
-        rule = getattr(attention_mask, "rule", None)
+        fits = attention_mask.shape == (q.shape[0], 1, q.shape[1], k.shape[1])
+        rule = getattr(attention_mask, "rule", None) if fits else None
 
     if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
         if position_bias is not None:

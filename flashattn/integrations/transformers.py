@@ -1,4 +1,4 @@
-"""flashattn as an attention implementation of Hugging Face transformers (5.x).
+"""flashattn as an attention implementation of Hugging Face transformers (5.4 or newer).
 
     from flashattn.integrations.transformers import register
     register()
@@ -12,10 +12,12 @@ take as it is: slower, in S^2 bytes.  docs/transformers.md has the table.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import torch
+import transformers
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
@@ -44,7 +46,10 @@ def register(name: str = "exact_attention") -> str:
 
     Raises:
         ValueError: transformers would take the name for one of its own or for a Hub repository.
+        ImportError: this transformers describes masks in another way: older than 5.4.
     """
+    if "q_length" not in inspect.signature(sdpa_mask).parameters:
+        raise ImportError(f"transformers {transformers.__version__}: expected 5.4 or newer")
     reserved = ("flash", "sdpa", "flex_attention", "eager", "paged", "|", "/")
     if any(part in name for part in reserved):
         raise ValueError(f"name={name!r}: transformers has a meaning of its own for names with {reserved}")
@@ -111,7 +116,8 @@ def attention(
         rule = _rule_of_layer(module, q.shape[1], k.shape[1], is_causal, sliding_window,
                               alone=cu_seq_lens_q is None)
     else:
-        rule = getattr(attention_mask, "rule", None)
+        fits = attention_mask.shape == (q.shape[0], 1, q.shape[1], k.shape[1])
+        rule = getattr(attention_mask, "rule", None) if fits else None
 
     if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
         if position_bias is not None:
@@ -205,6 +211,10 @@ class Rule:
     leftpad: Tensor | None = None          # (B) int32: keys before are padding
     rows: dict = field(default_factory=dict)  # seqused_*; cu_seqlens_*, max_seqlen_*: of all rows
 
+    def to(self, device: torch.device) -> Rule:
+        return replace(self, leftpad=None if self.leftpad is None else self.leftpad.to(device), rows={
+            name: row.to(device) if isinstance(row, Tensor) else row for name, row in self.rows.items()})
+
     @property
     def is_packed(self) -> bool:
         return "cu_seqlens_q" in self.rows
@@ -247,6 +257,12 @@ class Mask(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        device = (kwargs or {}).get("device")
+        if function is torch.ops.aten._to_copy.default and device is not None and \
+                kwargs.get("dtype", torch.bool) is torch.bool:
+            mask = args[0]                                               # for a layer on another device
+            return mask.elements().to(device) if mask.rule is None else Mask(
+                mask.rule.to(device), lambda: mask.elements().to(device), mask.shape, device)
         shares = any(argument.alias_info is not None for argument in function._schema.arguments)
 
         def elements(mask: Mask) -> Tensor:

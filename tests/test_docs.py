@@ -1,5 +1,5 @@
-"""The README and the pages of docs/ are right: snippets run, in the order of their page, and show what it says;
-links lead somewhere."""
+"""The README and the pages of docs/ are right: snippets run, in the order of their page, and show what it
+says; links lead somewhere."""
 
 import re
 from pathlib import Path

@@ -277,8 +277,7 @@ def test_left_to_torch(case, device, calls):
 
 
 def test_gradients_of_what_is_left_to_torch(device, calls):
-    tensors, options = left_to_torch(device)["a mask that broadcasts over keys"]
-    tensors = (*tensors, options["attn_mask"])
+    tensors, _ = left_to_torch(device)["a batch that broadcasts"]
     dout = torch.randn_like(tensors[0])
     wanted = gradients(F.scaled_dot_product_attention, tensors, dout)
     with sdpa.register():

@@ -677,6 +677,55 @@ def test_decode_at_the_edges_of_pages_and_windows(device, page_size, options):
         check_decode(**half_cache(device, EDGES, rows=rows, new=new, page_size=page_size), **options)
 
 
+# Batch, keys, heads, queries: on an H200 clusters of 8, 8 and 2 blocks, blocks that count which is the last,
+# one block for a tile, more such blocks than fit at once, and shares.
+DIVISIONS = [(1, 1024, (32, 8), 1), (2, 900, (64, 8), 1), (8, 4096, (32, 8), 1), (1, 8192, (32, 8), 1),
+             (3, 5000, (16, 2), 2), (1, 4000, (8, 1), 1), (16, 2048, (32, 8), 1), (32, 1100, (32, 8), 1),
+             (37, 1100, (32, 8), 1), (1, 9000, (5, 5), 16)]
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256)], ids=str)
+@pytest.mark.parametrize("division", DIVISIONS, ids=str)
+def test_decode_of_every_division(device, division, dims):
+    """Without lengths, and with some: in a batch of several these are not alike."""
+    batch, len_k, heads, rows = division
+    q, k, v, _ = half(device, batch=batch, len_q=rows, len_k=len_k, heads=heads, dims=dims)
+    check_decode(q, k, v, causal=True)
+    lengths = ints(device, *(len_k - 130 * (i * i % 7) for i in range(batch)))
+    check_decode(q, k, v, cache_seqlens=lengths, causal=True)
+    sink = torch.randn(heads[0], device=device)
+    check_decode(q, k, v, cache_seqlens=lengths.clamp(max=40), window=(30, 0), sink=sink)
+
+
+@pytest.mark.parametrize("division", DIVISIONS, ids=str)
+def test_graph_of_decodes_beside_eager_ones(device, division):
+    """Launches whose blocks count each other need counters of their own, which are zero again at the end."""
+    batch, len_k, heads, rows = division
+    q, k, v, _ = half(device, batch=batch, len_q=rows, len_k=len_k, heads=heads, dims=(128, 128))
+    check_graph_beside_eager_ones(device, functools.partial(flashattn.decode, q, k, v), 5)
+
+
+@pytest.mark.parametrize("division", DIVISIONS, ids=str)
+def test_graph_of_a_decode_with_other_lengths(device, division):
+    batch, len_k, heads, rows = division
+    q, k, v, _ = half(device, batch=batch, len_q=rows, len_k=len_k, heads=heads, dims=(128, 128))
+    lengths = ints(device, *[len_k] * batch)
+    call = functools.partial(flashattn.decode, q, k, v, cache_seqlens=lengths, return_lse=True)
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        call()
+    torch.cuda.current_stream(device).wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = call()
+    for step in range(5):
+        values = (0, 1, len_k // 2 + 1, 65, len_k)
+        lengths.copy_(ints(device, *(values[(step + i) % 5] for i in range(batch))))
+        graph.replay()
+        same(results, call())
+
+
 @pytest.mark.parametrize("new", [0, 3])
 @pytest.mark.parametrize("page_size", [None, 1, 16, 64])
 @pytest.mark.parametrize("dims", [*PLAIN_DIMS, LATENT, (40, 72)], ids=str)

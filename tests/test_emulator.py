@@ -105,18 +105,32 @@ FAULTS = {  # name: rows, file, text, the text that replaces it
     "no barrier of the warps that share keys": (
         DECODE_MANY, "mma/decode.cuh", "ptx::bar_sync(1 + key_warp, DecodeTiles<C>::kGroupThreads);",
         ";"),
-    "lanes that do not wait for the tile": (DECODE, "mma/decode.cuh", "    __syncwarp();", "    ;"),
+    "lanes that do not wait for the tile": (
+        DECODE, "mma/decode.cuh", "if (C::kRowWarps == 1)\n    __syncwarp();",
+        "if (C::kRowWarps == 1)\n    ;"),
     "sums written over tiles": (
-        DECODE, "mma/decode.cuh", "__syncthreads();  // all have read their tiles", "//"),
+        DECODE_MANY, "mma/decode.cuh", "__syncthreads();  // all have read their tiles", "//"),
     "a tile that is not awaited": (
-        DECODE, "mma/decode.cuh", "wait_for_copies<C, kAhead - 1>();\n      if (step == 0)",
-        "wait_for_copies<C, kAhead>();\n      if (step == 0)"),
+        DECODE, "mma/decode.cuh", "wait_for_copies<C, kAhead - 1>();\n        if (step == 0)",
+        "wait_for_copies<C, kAhead>();\n        if (step == 0)"),
+    "a key too few of a member": (
+        DECODE, "common/split.cuh", "min(key(member + 1), work.len_k)",
+        "min(key(member + 1), work.len_k - 1)"),
+    "a block that takes itself for the last": (
+        DECODE, "mma/decode.cuh", "ptx::atom_add_acq_rel(counter, 1) + 1 == p.team.value",
+        "ptx::atom_add_acq_rel(counter, 1) + 2 >= p.team.value"),
+    "a cluster that does not wait": (
+        DECODE, "mma/decode.cuh", "ptx::mbarrier_wait_cluster(tiles.barrier(), 0);", ""),
+    "a slice of another block": (
+        DECODE, "mma/decode.cuh", "number - to * slice)", "(number - to * slice ^ 1))"),
     "weights that are not transposed": (
         DECODE, "mma/decode.cuh", "ptx::movmatrix_trans(ptx::cvt_pack<C::kDType>(x[0], x[1]))",
         "ptx::cvt_pack<C::kDType>(x[0], x[1])"),
     "a part of the tile that is not merged": (
-        DECODE, "common/split.cuh", "shares_.of(behind - 1) - blockIdx.x + 1",
-        "shares_.of(behind - 1) - blockIdx.x"),
+        DECODE, "common/split.cuh", "shares_.of(behind - 1) - share_ + 1",
+        "shares_.of(behind - 1) - share_"),
+    "parts of another head": (
+        DECODE, "common/split.cuh", "2 * part * static_cast<int>(p.alike.value) - 1", "2 * part - 1"),
     "a key of a page too far": (
         DECODE, "common/cache.cuh", "key - page * static_cast<int>(size.value)",
         "key + 1 - page * static_cast<int>(size.value)"),

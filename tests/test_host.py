@@ -110,6 +110,53 @@ def test_invariant_splits_depend_on_nothing_else():
         assert _load.extension().decode_splits(1, length, 1, 0, True)[0] == max(1, -(-length // keys))
 
 
+TEAM_SIZES = """
+#include <cstdio>
+#include "common/team.h"
+int main() {
+  for (int processors : {1, 3, 8, 132, 170})
+    for (int resident : {1, 2})
+      for (int capability : {80, 90, 120})
+        for (int tiles : {0, 1, 2, 3, 8, 31, 32, 64, 66, 67, 128, 132, 133, 264, 300, 512, 5000})
+          for (int units : {1, 2, 3, 16, 17, 32, 64, 128, 1000, 1 << 24})
+            for (int equal : {0, 1}) {
+              const auto team = flashattn::team_size(tiles, units, equal, processors, resident, capability);
+              std::printf("%d %d %d %d %d %d %d %d\\n", processors, resident, capability, tiles, units, equal,
+                          team.blocks, team.cluster);
+            }
+}
+"""
+
+
+def test_teams(tmp_path):
+    """Teams fit on the chip at once, have work for each block, and clusters where there are any."""
+    source, program, csrc = tmp_path / "team.cpp", tmp_path / "team", Path(__file__).parents[1] / "csrc"
+    source.write_text(TEAM_SIZES)
+    subprocess.run(["c++", "-std=c++17", f"-I{csrc}", str(source), "-o", str(program)], check=True)
+    lines = subprocess.run([str(program)], check=True, text=True, capture_output=True).stdout
+    teams = {}
+    for line in lines.splitlines():
+        *case, blocks, cluster = map(int, line.split())
+        teams[tuple(case)] = blocks, cluster
+        processors, resident, capability, tiles, units, equal = case
+        assert 0 <= blocks <= 32 and blocks <= -(-units // 2)
+        if tiles > processors:
+            assert blocks <= equal
+        else:
+            assert tiles * blocks <= processors
+        if cluster:
+            assert capability == 90 and 2 <= blocks <= 8
+        if blocks and not equal:                              # no block has much more than another one
+            assert units <= 32 * blocks
+        if blocks and units > 8 * blocks:
+            assert 4 * tiles * blocks >= 3 * processors
+    h200 = {(tiles, units): teams[132, 2, 90, tiles, units, 1] for tiles in (1, 8, 32, 64, 128, 300, 512)
+            for units in (16, 128)}
+    assert h200[8, 16] == (8, 1) and h200[8, 128] == (16, 0) and h200[32, 128] == (4, 0)
+    assert h200[64, 128] == (2, 1) and h200[128, 128] == (1, 0) and h200[512, 128] == (1, 0)
+    assert h200[300, 128] == (0, 0) and h200[1, 128] == (32, 0)
+
+
 # The table --------------------------------------------------------------------------------------------------
 
 def test_every_row_is_built():

@@ -157,7 +157,7 @@ template <class E>
 int launch_append(const DecodeParams& p, cudaStream_t stream) {
   const auto kernel = moves_in_packs<E>(p) ? append_kernel<E, 16 / sizeof(E)> : append_kernel<E, 1>;
   return launch_kernel(kernel, divide_up(Moves(p).count(), kBlockMoves), kAppendThreads, 0, p, stream,
-                       p.device.capability >= 90);
+                       code_capability<append_kernel<E, 1>>(p.device.capability) >= 90);
 }
 
 }  // namespace flashattn::any

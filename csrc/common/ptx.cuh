@@ -213,6 +213,13 @@ __device__ inline void red_add_release(int* to, int x) {
   asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(to), "r"(x) : "memory");
 }
 
+// What was there before.  The block's writes before it are seen after the last block's.
+__device__ inline unsigned atom_add_acq_rel(unsigned* to, unsigned x) {
+  unsigned before;
+  asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;" : "=r"(before) : "l"(to), "r"(x) : "memory");
+  return before;
+}
+
 // `threads` threads, whole warps, wait for each other at a barrier of their own.
 __device__ inline void bar_sync(int barrier, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
@@ -230,6 +237,84 @@ __device__ inline void griddepcontrol_wait() {
 __device__ inline void griddepcontrol_launch_dependents() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// ---- clusters, from compute capability 9.0 on -------------------------------------------------------------
+
+__device__ inline void mbarrier_init(uint32_t barrier, int arrivals) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+#endif
+}
+
+// Makes initialised barriers visible to the copy engine and to the cluster.
+__device__ inline void fence_mbarrier_init() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+#endif
+}
+
+// Arrives, and the phase ends only after `bytes` more have been copied.
+__device__ inline void mbarrier_arrive_expect_tx(uint32_t barrier, uint32_t bytes) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
+               : "memory");
+#endif
+}
+
+// Returns when the phase of this parity has ended, of which other blocks of the cluster have a part.
+__device__ inline void mbarrier_wait_cluster(uint32_t barrier, uint32_t parity) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "again:\n"
+      "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra again;\n"
+      "}" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
+#endif
+}
+
+// Every thread of a cluster arrives once and waits once: then all blocks run.
+__device__ inline void cluster_arrive_relaxed() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+#endif
+}
+__device__ inline void cluster_wait() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
+#endif
+}
+
+// To the same place of another block of the cluster, whose barrier counts the bytes.
+__device__ inline void st_async_f32x2(uint32_t to, uint32_t barrier, int block, float2 x) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile(
+      "{\n"
+      ".reg .b32 to, barrier;\n"
+      "mapa.shared::cluster.u32 to, %0, %2;\n"
+      "mapa.shared::cluster.u32 barrier, %1, %2;\n"
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [to], {%3, %4}, [barrier];\n"
+      "}" ::"r"(to),
+      "r"(barrier), "r"(block), "f"(x.x), "f"(x.y)
+      : "memory");
+#endif
+}
+__device__ inline void st_async_f32x4(uint32_t to, uint32_t barrier, int block, float4 x) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile(
+      "{\n"
+      ".reg .b32 to, barrier;\n"
+      "mapa.shared::cluster.u32 to, %0, %2;\n"
+      "mapa.shared::cluster.u32 barrier, %1, %2;\n"
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [to], {%3, %4, %5, %6}, [barrier];\n"
+      "}" ::"r"(to),
+      "r"(barrier), "r"(block), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w)
+      : "memory");
 #endif
 }
 

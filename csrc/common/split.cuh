@@ -1,9 +1,10 @@
 // How the work of a decode is divided.  A tile is some query rows of one KV head and sequence; its work are
-// the keys that they see, counted in units.  Either the units of all tiles, one tile behind the other, are
-// cut into equal shares, one a block, so that every block of a grid that fills the chip has as much to do,
-// whatever the lengths (Osama et al., "Stream-K", 2023); or the keys of every tile are cut into p.splits
-// parts.  A tile that is cut has its parts merged by their LSE.  Everything follows from lengths that only
-// the device knows.
+// the keys that they see, counted in units.  Either a team of blocks has each tile, its units in equal
+// numbers, and merges what they found (common/team.h); or the units of all tiles, one tile behind the other,
+// are cut into equal shares, one a block, so that every block of a grid that fills the chip has as much to
+// do, whatever the lengths (Osama et al., "Stream-K", 2023); or the keys of every tile are cut into p.splits
+// parts.  A tile that shares or splits cut has its parts merged by their LSE in a kernel of its own.
+// Everything follows from lengths that only the device knows.
 #pragma once
 
 #include "common/cache.cuh"
@@ -27,13 +28,21 @@ struct alignas(16) Merge {
 struct Decode : DecodeParams {
   Divisor group;  // query heads of a KV head
   Divisor page_size;
-  Divisor shares;                     // at most, if p.splits is 0
-  int window_left;                    // that of the score, in 32 bits
-  int most_tiles;                     // of a sequence
-  int chunks, chunk_columns;          // of V: a tile has some columns of it
-  int64_t merges, slots;              // that the workspace has room for
-  bool merge_by_tile;                 // or by share: whichever are fewer
-  int rows_of_merge;                  // that a block of the merge takes at a time
+  // If p.splits is 0: KV heads that are divided alike, each for blocks of its own, so that blocks side by
+  // side read keys of all these heads from the same pages of memory; and the most shares of what they have.
+  Divisor alike, shares;
+  int window_left;            // that of the score, in 32 bits
+  int most_tiles;             // of a sequence
+  int chunks, chunk_columns;  // of V: a tile has some columns of it
+  int64_t merges, slots;      // that the workspace has room for
+  bool merge_by_tile;         // or by share: whichever are fewer
+  int rows_of_merge;          // that a block of the merge takes at a time
+  // Blocks that have a tile together and merge it themselves; 0: not so.
+  Divisor team;
+  bool cluster;          // they do through each other's shared memory, else the last one when all have ended
+  int first_counter;     // of those that tell which is the last, one a tile
+  bool known_places;     // where a block's keys lie is not read from memory
+  Divisor tiles, slice;  // of a sequence; four numbers of a tile that a block of a cluster merges
   bool chunks_q, chunks_k, chunks_v;  // can be copied 16 bytes at a time
 };
 
@@ -59,8 +68,9 @@ struct SequenceWork {
     if (units == 0) units = 1;
   }
 
+  // Of the heads that are not divided alike: all or one.
   FLASHATTN_HD unsigned all_units(const Decode& p) const {
-    return static_cast<unsigned>(p.heads_k) * tiles_of_head * units;
+    return (p.alike.value > 1 ? 1u : static_cast<unsigned>(p.heads_k)) * tiles_of_head * units;
   }
 };
 
@@ -71,6 +81,50 @@ struct Part {
   int len_q, len_k;
   int first, last;  // keys
   int64_t slot;     // where its result waits for the merge; -1: it is all of the tile
+};
+
+template <int tile_rows>
+__device__ inline Part part_of(const Decode& p, const SequenceWork<tile_rows>& work, int64_t batch,
+                               int tile) {
+  const int head_k = work.tiles_of_head == 1 ? tile : tile / work.tiles_of_head,
+            of_head = tile - head_k * work.tiles_of_head, row = p.chunks == 1 ? of_head : of_head / p.chunks;
+  return {batch,
+          work.q_first,
+          head_k,
+          row * tile_rows,
+          (of_head - row * p.chunks) * p.chunk_columns,
+          work.len_q,
+          work.len_k,
+          0,
+          0,
+          -1};
+}
+
+// The part of a block whose team has a tile: of its units as many as the others, or one less or more.
+template <int tile_rows>
+class TeamPart {
+ public:
+  __device__ explicit TeamPart(const Decode& p) {
+    const unsigned tile = p.team.divide(blockIdx.x), batch = p.tiles.divide(tile),
+                   member = blockIdx.x - tile * p.team.value;
+    const SequenceWork<tile_rows> work(p, batch);
+    part_ = part_of(p, work, batch, static_cast<int>(tile - batch * p.tiles.value));
+    const unsigned unit_0 = work.first_key / kUnitKeys;
+    const auto key = [&](unsigned before) {
+      return static_cast<int>(unit_0 + p.team.divide(before * work.units)) * kUnitKeys;
+    };
+    part_.first = max(key(member), work.first_key);
+    part_.last = max(min(key(member + 1), work.len_k), part_.first);
+    if (p.team.value > 1) part_.slot = blockIdx.x;
+  }
+
+  __device__ bool next(Part& part) const {
+    part = part_;
+    return true;
+  }
+
+ private:
+  Part part_;
 };
 
 // Shares of `total` units that differ by one at most, the larger ones first.
@@ -179,8 +233,9 @@ class BlockParts {
     }
     UnitFinder<threads, tile_rows> finder(p, scratch);
     shares_ = Shares(finder.total, p.shares);
-    if (finder.total > 0 && blockIdx.x < shares_.count) {
-      unit_ = shares_.first(blockIdx.x), end_ = shares_.first(blockIdx.x + 1);
+    share_ = p.alike.divide(blockIdx.x), head_ = blockIdx.x - share_ * p.alike.value;
+    if (finder.total > 0 && share_ < shares_.count) {
+      unit_ = shares_.first(share_), end_ = shares_.first(share_ + 1);
       place_ = finder.find(unit_);
     }
     if (unit_ == end_ && !p.merge_by_tile) tell(blockIdx.x, {});
@@ -199,22 +254,6 @@ class BlockParts {
     if (threadIdx.x == 0 && index < p_.merges) merges_[index] = merge;
   }
 
-  __device__ Part part_of(const Work& work, int64_t batch, int tile) const {
-    const int head_k = work.tiles_of_head == 1 ? tile : tile / work.tiles_of_head,
-              of_head = tile - head_k * work.tiles_of_head,
-              row = p_.chunks == 1 ? of_head : of_head / p_.chunks;
-    return {batch,
-            work.q_first,
-            head_k,
-            row * tile_rows,
-            (of_head - row * p_.chunks) * p_.chunk_columns,
-            work.len_q,
-            work.len_k,
-            0,
-            0,
-            -1};
-  }
-
   __device__ static Merge merge_of(const Part& part, int64_t parts, int64_t slot) {
     return {static_cast<int>(part.batch), part.head_k, part.row, part.column, static_cast<int>(parts), slot};
   }
@@ -231,7 +270,7 @@ class BlockParts {
     const int64_t keys = p_.keys_per_split,
                   splits = clamp((work.len_k + keys - 1) / keys, 1, p_.splits);  // that hold keys
     if (!exists || split >= splits) return false;
-    part = part_of(work, batch, tile);
+    part = part_of(p_, work, batch, tile);
     part.first = static_cast<int>(clamp(split * keys, work.first_key, work.len_k));
     part.last = static_cast<int>(clamp((split + 1) * keys, part.first, work.len_k));
     if (splits > 1) part.slot = block_index();
@@ -245,16 +284,17 @@ class BlockParts {
       const Work work(p_, place_.batch);
       const unsigned units = work.all_units(p_);
       if (unit_ - place_.before < units) {
-        const unsigned tile = (unit_ - place_.before) / work.units, start = place_.before + tile * work.units,
-                       behind = start + work.units, stop = min(behind, end_);
+        const unsigned in_line = (unit_ - place_.before) / work.units,
+                       start = place_.before + in_line * work.units, behind = start + work.units,
+                       stop = min(behind, end_), tile = head_ * work.tiles_of_head + in_line;
         const bool begins = unit_ == start, ends = stop == behind;
-        part = part_of(work, place_.batch, static_cast<int>(tile));
+        part = part_of(p_, work, place_.batch, static_cast<int>(tile));
         const int unit_0 = work.first_key / kUnitKeys;
         part.first = max(static_cast<int>(unit_0 + unit_ - start) * kUnitKeys, work.first_key);
         part.last = min(static_cast<int>(unit_0 + stop - start) * kUnitKeys, work.len_k);
         if (!begins || !ends) part.slot = 2 * blockIdx.x + begins;
         if (p_.merge_by_tile ? begins : stop == end_) {
-          const unsigned parts = begins && !ends ? shares_.of(behind - 1) - blockIdx.x + 1 : 0;
+          const unsigned parts = begins && !ends ? shares_.of(behind - 1) - share_ + 1 : 0;
           tell(p_.merge_by_tile ? place_.batch * p_.most_tiles + tile : blockIdx.x,
                merge_of(part, parts, part.slot));
         }
@@ -268,13 +308,14 @@ class BlockParts {
   const Decode& p_;
   Merge* const merges_;
   Shares shares_{1, Divisor(1)};
+  unsigned share_ = 0, head_ = 0;  // of the heads that are divided alike
   unsigned unit_ = 0, end_ = 0;
   UnitPlace place_{0, 0};
 };
 
 // Where a part leaves its result: in the next block's first slot, or split by split.
 FLASHATTN_HD int64_t slot_of(const Decode& p, const Merge& merge, int part) {
-  return merge.slot + (p.splits > 0 ? part : part == 0 ? 0 : 2 * part - 1);
+  return merge.slot + (p.splits > 0 ? part : part == 0 ? 0 : 2 * part * static_cast<int>(p.alike.value) - 1);
 }
 
 }  // namespace flashattn

@@ -9,6 +9,7 @@
 
 #include "common/score.cuh"
 #include "common/split.cuh"
+#include "common/team.h"
 
 namespace flashattn::mma {
 
@@ -24,11 +25,17 @@ struct DecodeTiles {
   static constexpr int kScratchBytes = 128;
   static_assert(UnitFinder<kThreads, kRows>::kScratchBytes <= kScratchBytes);
   static constexpr int kStageBytes = K::kBytes > V::kBytes ? K::kBytes : V::kBytes;
-  static constexpr int kTileBytes = Q::kBytes + C::kKeyWarps * C::kStages * kStageBytes;
   static constexpr int kSumPitch = (C::kHeadDimV + 4) * 4;  // what lanes write together is in different banks
-  static constexpr int kWarpSumBytes = kWarpRows * (kSumPitch + 8);
-  static constexpr int kSumBytes = kWarps * kWarpSumBytes;
-  static constexpr int kBytes = kScratchBytes + (kTileBytes > kSumBytes ? kTileBytes : kSumBytes);
+  // Do the sums of a warp fit into one tile of its own, the last one that it has read?
+  static constexpr bool kSumsInTile =
+      C::kRowWarps == 1 && kWarpRows == 8 && kWarpRows * C::kHeadDimV * 4 <= kStageBytes;
+  static constexpr int kTileBytes = Q::kBytes + C::kKeyWarps * C::kStages * kStageBytes;
+  static constexpr int kSumBytes = kSumsInTile ? 0 : kWarps * kWarpRows * kSumPitch;
+  static constexpr int kSumPlace = kScratchBytes + (kTileBytes > kSumBytes ? kTileBytes : kSumBytes);
+  static constexpr int kBytes = kSumPlace + kWarps * kWarpRows * 8;
+  // The blocks of a team have more: numbers, four at a time, and weights that they get from each other.
+  static constexpr int kFours = C::kHeadDimV / 4, kGivenBytes = (kRows * kFours + kMostCluster) * 16,
+                       kTeamBytes = kBytes + kGivenBytes + kMostCluster * kRows * 8;
 
   uint32_t base = ptx::shared_address(shared_memory) + kScratchBytes;
   __device__ static int64_t* scratch() { return reinterpret_cast<int64_t*>(shared_memory); }
@@ -37,10 +44,21 @@ struct DecodeTiles {
   __device__ uint32_t keys(int key_warp, int tile) const {
     return base + Q::kBytes + (key_warp * C::kStages + tile % C::kStages) * kStageBytes;
   }
-  // Sums of row `row` of a warp, their total weight and its reference.
-  __device__ uint32_t sums(int warp, int row) const { return base + warp * kWarpSumBytes + row * kSumPitch; }
+  // Column `column`, and those behind it up to a multiple of 4, of the sums of row `row` of a warp; `tile` is
+  // the last one that it has read.
+  __device__ uint32_t sums(int warp, int tile, int row, int column) const {
+    if constexpr (kSumsInTile) return keys(warp, tile) + (row * C::kHeadDimV + (column ^ row / 2 * 8)) * 4;
+    return base + (warp * kWarpRows + row) * kSumPitch + column * 4;
+  }
+  // Their total weight and its reference.
   __device__ uint32_t weight(int warp, int row) const {
-    return base + warp * kWarpSumBytes + kWarpRows * kSumPitch + row * 8;
+    return base - kScratchBytes + kSumPlace + (warp * kWarpRows + row) * 8;
+  }
+  // What a block of the cluster gives this one, and the barrier that counts it.
+  __device__ uint32_t barrier() const { return base - kScratchBytes; }
+  __device__ uint32_t given(int index) const { return base - kScratchBytes + kBytes + index * 16; }
+  __device__ uint32_t given_weight(int block, int row) const {
+    return base - kScratchBytes + kBytes + kGivenBytes + (block * kRows + row) * 8;
   }
 };
 
@@ -86,6 +104,7 @@ struct TileRows {
 
   __device__ int query(int row) const { return static_cast<int>(p.group.divide(first + row)); }
   __device__ bool has(int row) const { return query(row) < len_q; }
+  __device__ int count(int most) const { return min(most, len_q * static_cast<int>(p.group.value) - first); }
   __device__ int head(int row) const {
     const int group = static_cast<int>(p.group.value);
     return head_k * group + (first + row - query(row) * group);
@@ -356,40 +375,62 @@ __device__ inline void sync_key_warp(int key_warp) {
     ptx::bar_sync(1 + key_warp, DecodeTiles<C>::kGroupThreads);
 }
 
-// The rows of a part, normalised, from the sums of all key warps: to `out`, or to their slot.
+// A row of a block's part: what the sums of its key warps count, relative to their largest reference.
 template <class C>
-__device__ inline void store_part(const TileRows& rows, const DecodeTiles<C>& tiles, int64_t slot) {
-  using Tiles = DecodeTiles<C>;
-  constexpr int kThreadsOfRow = Tiles::kThreads / Tiles::kRows;
-  const int row = threadIdx.x / kThreadsOfRow, thread = threadIdx.x % kThreadsOfRow;
-  const int row_warp = row / Tiles::kWarpRows, warp_row = row % Tiles::kWarpRows;
-  if (!rows.has(row)) return;
-  float total[C::kKeyWarps], factor[C::kKeyWarps], reference = -INFINITY, sum = 0;
+struct BlockRow {
+  const DecodeTiles<C>& tiles;
+  int tile, first_warp, row;  // the first of the warps that share the row, and its number in them
+  float factor[C::kKeyWarps], reference = -INFINITY, sum = 0;
+
+  __device__ BlockRow(const DecodeTiles<C>& tiles_, int last_tile, int row_of_tile)
+      : tiles(tiles_),
+        tile(last_tile),
+        first_warp(row_of_tile / DecodeTiles<C>::kWarpRows),
+        row(row_of_tile % DecodeTiles<C>::kWarpRows) {
+    float total[C::kKeyWarps];
 #pragma unroll
-  for (int w = 0; w < C::kKeyWarps; ++w) {
-    const float2 weight = ptx::ld_shared_f32x2(tiles.weight(w * C::kRowWarps + row_warp, warp_row));
-    total[w] = weight.x, factor[w] = weight.y;
-    reference = fmaxf(reference, weight.y);
-  }
-  const float base = reference == -INFINITY ? 0.f : reference;
+    for (int w = 0; w < C::kKeyWarps; ++w) {
+      const float2 weight = ptx::ld_shared_f32x2(tiles.weight(w * C::kRowWarps + first_warp, row));
+      total[w] = weight.x, factor[w] = weight.y;
+      reference = fmaxf(reference, weight.y);
+    }
+    const float base = reference == -INFINITY ? 0.f : reference;
 #pragma unroll
-  for (int w = 0; w < C::kKeyWarps; ++w) {
-    factor[w] = ptx::ex2(factor[w] - base);
-    sum += total[w] * factor[w];
+    for (int w = 0; w < C::kKeyWarps; ++w) {
+      factor[w] = ptx::ex2(factor[w] - base);
+      sum += total[w] * factor[w];
+    }
   }
-  const RowResult result = finish_row(sum, reference, reference, slot < 0 ? rows.sink(row) : -INFINITY);
-  const DecodeWorkspace<C> workspace(rows.p);
-  uint16_t* to = rows.out(row);
-#pragma unroll 1
-  for (int column = thread * 4; column < C::kHeadDimV; column += kThreadsOfRow * 4) {
+
+  // Four numbers, times `scale`.
+  __device__ float4 four(int column, float scale) const {
     float4 all{0, 0, 0, 0};
 #pragma unroll
     for (int w = 0; w < C::kKeyWarps; ++w) {
       if (factor[w] == 0) continue;  // it may have summed what no row sees
-      const float4 x = ptx::ld_shared_f32x4(tiles.sums(w * C::kRowWarps + row_warp, warp_row) + column * 4);
-      const float share = result.factor * factor[w];
+      const float4 x = ptx::ld_shared_f32x4(tiles.sums(w * C::kRowWarps + first_warp, tile, row, column));
+      const float share = scale * factor[w];
       all.x += share * x.x, all.y += share * x.y, all.z += share * x.z, all.w += share * x.w;
     }
+    return all;
+  }
+};
+
+// The rows of a part, normalised, from the sums of all key warps: to `out`, or to their slot.
+template <class C>
+__device__ inline void store_part(const TileRows& rows, const DecodeTiles<C>& tiles, int tile, int64_t slot) {
+  using Tiles = DecodeTiles<C>;
+  constexpr int kThreadsOfRow = Tiles::kThreads / Tiles::kRows;
+  const int row = threadIdx.x / kThreadsOfRow, thread = threadIdx.x % kThreadsOfRow;
+  if (!rows.has(row)) return;
+  const BlockRow<C> mine(tiles, tile, row);
+  const RowResult result =
+      finish_row(mine.sum, mine.reference, mine.reference, slot < 0 ? rows.sink(row) : -INFINITY);
+  const DecodeWorkspace<C> workspace(rows.p);
+  uint16_t* to = rows.out(row);
+#pragma unroll 1
+  for (int column = thread * 4; column < C::kHeadDimV; column += kThreadsOfRow * 4) {
+    const float4 all = mine.four(column, result.factor);
     if (slot < 0)
       store_four<C>(to + column, all, rows.columns - column);
     else
@@ -402,99 +443,253 @@ __device__ inline void store_part(const TileRows& rows, const DecodeTiles<C>& ti
     workspace.lse_of(slot, row) = result.lse;
 }
 
-// Attention of a tile's rows to the keys of a part.
+// Numbers [first, first + count) of a tile, four each, from its parts: number(part, i) and what it counts,
+// weight(part, row), a sum and its reference, the latter in units of 1 / scale.  Neighbours share a number.
+template <class C, class Weight, class Number>
+__device__ inline void merge_parts(const TileRows& rows, int first, int count, int parts, float scale,
+                                   Weight weight, Number number) {
+  using Tiles = DecodeTiles<C>;
+  constexpr int kSharers = 2, kAtOnce = 8, kStep = Tiles::kThreads / kSharers;
+  const int sharer = threadIdx.x % kSharers;
+#pragma unroll 1
+  for (int from = 0; from < count; from += kStep) {
+    const int index = from + threadIdx.x / kSharers, row = (first + index) / Tiles::kFours,
+              column = (first + index) % Tiles::kFours * 4;
+    const bool exists = index < count && row < Tiles::kRows && rows.has(row);
+    float peak = -INFINITY, total = 0;
+    float4 all{0, 0, 0, 0};
+#pragma unroll 1
+    for (int before = 0; before < parts; before += kSharers * kAtOnce) {
+      float2 w[kAtOnce];
+      float4 x[kAtOnce];
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {  // all are under way before the first one is needed
+        const int part = before + i * kSharers + sharer;
+        const bool counts = exists && part < parts;
+        w[i] = counts ? weight(part, row) : float2{0, -INFINITY};
+        x[i] = counts ? number(part, index) : float4{0, 0, 0, 0};
+      }
+      float top = peak;
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) top = fmaxf(top, w[i].y * scale);
+      top = fmaxf(top, __shfl_xor_sync(0xFFFFFFFFu, top, 1));
+      const float base = top == -INFINITY ? 0.f : top, rescale = ptx::ex2(peak - base);
+      peak = top, total *= rescale;
+      all.x *= rescale, all.y *= rescale, all.z *= rescale, all.w *= rescale;
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        const float share = ptx::ex2(fmaf(w[i].y, scale, -base));
+        total += share * w[i].x;
+        all.x += share * x[i].x, all.y += share * x[i].y, all.z += share * x[i].z, all.w += share * x[i].w;
+      }
+    }
+    for (float* x : {&total, &all.x, &all.y, &all.z, &all.w}) *x += __shfl_xor_sync(0xFFFFFFFFu, *x, 1);
+    if (!exists || sharer > 0) continue;
+    const RowResult result = finish_row(total, peak, peak, rows.sink(row));
+    const float f = result.factor;
+    store_four<C>(rows.out(row) + column, {f * all.x, f * all.y, f * all.z, f * all.w},
+                  rows.columns - column);
+    if (column == 0) rows.store_lse(row, result.lse);
+  }
+}
+
+// The rows of a tile whose keys the blocks of a cluster have: each gets a slice of all blocks' sums.
 template <class C>
-__device__ inline void attend(const Decode& p, const Part& part) {
+__device__ inline void merge_in_cluster(const TileRows& rows, const DecodeTiles<C>& tiles, int tile) {
+  using Tiles = DecodeTiles<C>;
+  constexpr int kThreadsOfRow = Tiles::kThreads / Tiles::kRows;
+  const Decode& p = rows.p;
+  const int blocks = static_cast<int>(p.team.value), slice = static_cast<int>(p.slice.value),
+            block = static_cast<int>(blockIdx.x - p.team.divide(blockIdx.x) * blocks),
+            row = threadIdx.x / kThreadsOfRow, thread = threadIdx.x % kThreadsOfRow;
+  ptx::cluster_wait();  // all blocks run
+  if (rows.has(row)) {
+    const BlockRow<C> mine(tiles, tile, row);
+#pragma unroll 1
+    for (int four = thread; four < Tiles::kFours; four += kThreadsOfRow) {
+      const int number = row * Tiles::kFours + four, to = static_cast<int>(p.slice.divide(number));
+      ptx::st_async_f32x4(tiles.given(block * slice + number - to * slice), tiles.barrier(), to,
+                          mine.four(four * 4, 1));
+    }
+    for (int to = thread; to < blocks; to += kThreadsOfRow)
+      ptx::st_async_f32x2(tiles.given_weight(block, row), tiles.barrier(), to, {mine.sum, mine.reference});
+  }
+  const int numbers = rows.count(Tiles::kRows) * Tiles::kFours,
+            mine = min(slice, max(0, numbers - block * slice));
+  if (threadIdx.x == 0)
+    ptx::mbarrier_arrive_expect_tx(tiles.barrier(), blocks * (mine * 16 + rows.count(Tiles::kRows) * 8));
+  ptx::mbarrier_wait_cluster(tiles.barrier(), 0);  // all blocks have given
+  merge_parts<C>(
+      rows, block * slice, mine, blocks, 1,
+      [&](int part, int row) { return ptx::ld_shared_f32x2(tiles.given_weight(part, row)); },
+      [&](int part, int index) { return ptx::ld_shared_f32x4(tiles.given(part * slice + index)); });
+}
+
+// Counters of a tile's parts that have been stored.  At rest each is zero: the last block sets it back.
+constexpr int kCounters = 1 << 18;
+static __device__ unsigned part_counters[kCounters];
+
+// Of the blocks that have a tile, the last one merges what all have stored.
+template <class C>
+__device__ inline void merge_by_last(const TileRows& rows) {
+  using Tiles = DecodeTiles<C>;
+  const Decode& p = rows.p;
+  const int tile = static_cast<int>(p.team.divide(blockIdx.x)), blocks = static_cast<int>(p.team.value);
+  __syncthreads();  // the part is in memory
+  if (threadIdx.x == 0) {
+    unsigned* counter = &part_counters[p.first_counter + tile];
+    const bool last = ptx::atom_add_acq_rel(counter, 1) + 1 == p.team.value;
+    if (last) *counter = 0;
+    *Tiles::scratch() = last;
+  }
+  __syncthreads();  // whether this block is the last is known
+  if (!*Tiles::scratch()) return;
+  const DecodeWorkspace<C> workspace(p);
+  const int64_t slot = static_cast<int64_t>(tile) * blocks;
+  merge_parts<C>(
+      rows, 0, rows.count(Tiles::kRows) * Tiles::kFours, blocks, kLog2E,
+      [&](int part, int row) { return float2{1, workspace.lse_of(slot + part, row)}; },
+      [&](int part, int index) {
+        return *reinterpret_cast<const float4*>(workspace.out_row(slot + part, 0) + index * 4);
+      });
+}
+
+// Brings the keys of a part, tile after tile, to a key warp's ring: tile 2 i is K of step i and tile 2 i + 1
+// its V.
+template <class C>
+struct KeyLoads {
+  using Tiles = DecodeTiles<C>;
+  static constexpr int kStepKeys = C::kKeyWarps * C::kKeys;
+  CacheRows<const uint16_t> k, v;
+  CachePlace place{0, 0};  // the same of K and V
+  int columns, begin, first, last, tiles;
+
+  __device__ KeyLoads(const Decode& p, const Part& part, int key_warp)
+      : k(p, p.k, part.batch, part.head_k),
+        v(p, p.v, part.batch, part.head_k),
+        columns(min(static_cast<int>(p.head_dim_v) - part.column, p.chunk_columns)),
+        first(part.first),
+        last(part.last) {
+    v.base += part.column;
+    const int unit = first / kUnitKeys * kUnitKeys;
+    begin = unit + key_warp * C::kKeys;
+    tiles = first < last ? 2 * ((last - unit + kStepKeys - 1) / kStepKeys) : 0;
+  }
+
+  template <bool is_k>
+  __device__ void load(const Decode& p, int tile, uint32_t to) {
+    const int key = begin + tile / 2 * kStepKeys, lowest = min(max(key, first), last - 1);
+    if (is_k) place = k.find(lowest, p.page_size);
+    if constexpr (is_k)
+      load_keys<C>(typename Tiles::K{to}, k, p, p.head_dim, p.chunks_k, key, first, last, lowest, place);
+    else
+      load_keys<C>(typename Tiles::V{to}, v, p, columns, p.chunks_v, key, first, last, lowest, place);
+  }
+};
+
+template <class C>
+__device__ inline void load_queries(const TileRows& rows, const typename DecodeTiles<C>::Q& tile) {
   using Tiles = DecodeTiles<C>;
   using Q = typename Tiles::Q;
+  const Decode& p = rows.p;
+  const auto where = [&](int r) { return rows.has(r) ? rows.at<const uint16_t>(p.q, r) : nullptr; };
+  if (p.chunks_q)
+    load_tile<C, Q, Tiles::kThreads>(tile, p.head_dim, threadIdx.x, where);
+  else
+    gather_tile<C, Q, Tiles::kThreads>(tile, p.head_dim, threadIdx.x, where);
+}
+
+// Attention of the rows of tiles to the keys of the block's parts; only one if `team`.  Nothing that a kernel
+// before may write is read until `wait` returns.
+template <class C, bool team, class Parts, class Wait>
+__device__ inline void attend(const Decode& p, Parts& parts, Wait wait) {
+  using Tiles = DecodeTiles<C>;
   using K = typename Tiles::K;
   using V = typename Tiles::V;
   constexpr int kM = C::kKeys / 16, kN = C::kRowBlocks, kMv = C::kHeadDimV / 16,
                 kStepKeys = C::kKeyWarps * C::kKeys;
+  // One tile is read while the kAhead behind it are in flight, a group of copies each; the one that is waited
+  // for is the oldest.
+  constexpr int kAhead = C::kStages - 1;
   const Tiles tiles;
   const int warp = threadIdx.x / 32, key_warp = warp / C::kRowWarps,
             row = warp % C::kRowWarps * Tiles::kWarpRows, lane = threadIdx.x % 32;
-  const TileRows rows(p, part);
-  const PartScores scores(rows, Tiles::kRows, part);
-  CacheRows<const uint16_t> k_rows(p, p.k, part.batch, part.head_k), v_rows(p, p.v, part.batch, part.head_k);
-  v_rows.base += rows.column;
-  const int begin = scores.first / kUnitKeys * kUnitKeys + key_warp * C::kKeys,
-            steps = scores.first < scores.last
-                        ? (scores.last - scores.first / kUnitKeys * kUnitKeys + kStepKeys - 1) / kStepKeys
-                        : 0;
-
-  Accumulator<kMv, kN> out;
-  ColumnSoftmax<kN> softmax;
-  out.clear();
-  softmax.clear();
-  if (steps > 0) {
-    const auto where = [&](int r) { return rows.has(r) ? rows.at<const uint16_t>(p.q, r) : nullptr; };
-    if (p.chunks_q)
-      load_tile<C, Q, Tiles::kThreads>(tiles.q(), p.head_dim, threadIdx.x, where);
-    else
-      gather_tile<C, Q, Tiles::kThreads>(tiles.q(), p.head_dim, threadIdx.x, where);
-  }
-  // Tile 2 i is K of step i and tile 2 i + 1 its V.  One is read while the kStages - 1 behind it are in
-  // flight, a group of copies each; the one that is waited for is the oldest.
-  constexpr int kAhead = C::kStages - 1;
-  CachePlace place{0, 0};  // the same of K and V
-  const auto load_ahead = [&](int tile, auto is_k) {
-    constexpr bool kAheadIsK = decltype(is_k)::value == (kAhead % 2 == 0);
-    const int ahead = tile + kAhead;
-    if (ahead >= 0 && ahead < 2 * steps) {
-      const int key = begin + ahead / 2 * kStepKeys, lowest = min(max(key, scores.first), scores.last - 1);
-      const uint32_t to = tiles.keys(key_warp, ahead);
-      if (kAheadIsK) place = k_rows.find(lowest, p.page_size);
-      if constexpr (kAheadIsK)
-        load_keys<C>(K{to}, k_rows, p, p.head_dim, p.chunks_k, key, scores.first, scores.last, lowest, place);
-      else
-        load_keys<C>(V{to}, v_rows, p, rows.columns, p.chunks_v, key, scores.first, scores.last, lowest,
-                     place);
-    }
-    commit_copies<C>();
-  };
+  Part part;
 #pragma unroll 1
-  for (int step = -(C::kStages / 2); step < steps; ++step) {
-    Accumulator<kM, kN> s;
-    if (step >= 0) {
-      wait_for_copies<C, kAhead - 1>();
-      if (step == 0)
-        __syncthreads();  // Q and K have landed for all warps
-      else
-        sync_key_warp<C>(key_warp);  // K has landed, and V of the step before has been read
+  while (parts.next(part)) {
+    KeyLoads<C> loads(p, part, key_warp);
+    const TileRows rows(p, part);
+    const PartScores scores(rows, Tiles::kRows, part);
+    const int steps = loads.tiles / 2;
+    Accumulator<kMv, kN> out;
+    ColumnSoftmax<kN> softmax;
+    out.clear();
+    softmax.clear();
+    wait();
+    if (steps > 0) load_queries<C>(rows, tiles.q());
+    const auto load_ahead = [&](int tile, auto is_k) {
+      const int ahead = tile + kAhead;
+      if (ahead >= 0 && ahead < loads.tiles)
+        loads.template load<decltype(is_k)::value == (kAhead % 2 == 0)>(p, ahead,
+                                                                        tiles.keys(key_warp, ahead));
+      commit_copies<C>();
+    };
+#pragma unroll 1
+    for (int step = -(C::kStages / 2); step < steps; ++step) {
+      Accumulator<kM, kN> s;
+      if (step >= 0) {
+        wait_for_copies<C, kAhead - 1>();
+        if (step == 0)
+          __syncthreads();  // Q and K have landed for all warps
+        else
+          sync_key_warp<C>(key_warp);  // K has landed, and V of the step before has been read
+      }
+      load_ahead(2 * step, std::true_type{});
+      if (step >= 0) {
+        s.clear();
+        multiply_keys<C>(s, K{tiles.keys(key_warp, 2 * step)}, tiles.q(), row, lane);
+        scores.apply(s, loads.begin + step * kStepKeys, row, lane);
+        softmax.update(s, scores.scale(), out);
+        wait_for_copies<C, kAhead - 1>();
+        sync_key_warp<C>(key_warp);  // V has landed, and K has been read
+      }
+      load_ahead(2 * step + 1, std::false_type{});
+      if (step >= 0) add_values<C>(out, s, V{tiles.keys(key_warp, 2 * step + 1)}, lane);
     }
-    load_ahead(2 * step, std::true_type{});
-    if (step >= 0) {
-      s.clear();
-      multiply_keys<C>(s, K{tiles.keys(key_warp, 2 * step)}, tiles.q(), row, lane);
-      scores.apply(s, begin + step * kStepKeys, row, lane);
-      softmax.update(s, scores.scale(), out);
-      wait_for_copies<C, kAhead - 1>();
-      sync_key_warp<C>(key_warp);  // V has landed, and K has been read
-    }
-    load_ahead(2 * step + 1, std::false_type{});
-    if (step >= 0) add_values<C>(out, s, V{tiles.keys(key_warp, 2 * step + 1)}, lane);
-  }
 
-  wait_for_copies<C, 0>();
-  __syncthreads();  // all have read their tiles: sums may take their places
-#pragma unroll
-  for (int n = 0; n < kN; ++n)
-#pragma unroll
-    for (int c = 0; c < 2; ++c) {
-      const int r = fragment_column(lane, n, c);
-      const float sum = column_sum(softmax.sum[n][c]);
-      if (lane / 4 == 0) ptx::st_shared_f32x2(tiles.weight(warp, r), {sum, softmax.reference[n][c]});
-#pragma unroll
-      for (int m = 0; m < kMv; ++m)
-#pragma unroll
-        for (int half = 0; half < 2; ++half)
-          ptx::st_shared_4(tiles.sums(warp, r) + (m * 16 + half * 8 + lane / 4) * 4,
-                           __float_as_uint(out.x[m][n][2 * half + c]));
+    const int last_tile = max(loads.tiles - 1, 0);
+    if constexpr (Tiles::kSumsInTile) {
+      __syncwarp();  // all lanes have read the last tile
+    } else {
+      wait_for_copies<C, 0>();
+      __syncthreads();  // all have read their tiles: sums may take their places
     }
-  __syncthreads();  // the sums of all warps are there
-  store_part<C>(rows, tiles, part.slot);
-  __syncthreads();  // and have been read
+#pragma unroll
+    for (int n = 0; n < kN; ++n)
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        const int r = fragment_column(lane, n, c);
+        const float sum = column_sum(softmax.sum[n][c]);
+        if (lane / 4 == 0) ptx::st_shared_f32x2(tiles.weight(warp, r), {sum, softmax.reference[n][c]});
+#pragma unroll
+        for (int m = 0; m < kMv; ++m)
+#pragma unroll
+          for (int half = 0; half < 2; ++half)
+            ptx::st_shared_4(tiles.sums(warp, last_tile, r, m * 16 + half * 8 + lane / 4),
+                             __float_as_uint(out.x[m][n][2 * half + c]));
+      }
+    __syncthreads();  // the sums of all warps are there
+    if (team && p.cluster) {
+      merge_in_cluster<C>(rows, tiles, last_tile);
+      return;
+    }
+    store_part<C>(rows, tiles, last_tile, part.slot);
+    if constexpr (team) {
+      if (part.slot >= 0) merge_by_last<C>(rows);
+      return;
+    }
+    __syncthreads();  // and have been read
+  }
 }
 
 template <class C>
@@ -504,9 +699,26 @@ __global__ void __launch_bounds__(DecodeTiles<C>::kThreads, C::kMinBlocks)
   ptx::griddepcontrol_wait();
   ptx::griddepcontrol_launch_dependents();
   BlockParts<Tiles::kThreads, Tiles::kRows> parts(p, DecodeWorkspace<C>(p).merges, Tiles::scratch());
-  Part part;
-#pragma unroll 1
-  while (parts.next(part)) attend<C>(p, part);
+  attend<C, false>(p, parts, [] {});
+}
+
+// The same where a team of blocks has a tile.
+template <class C>
+__global__ void __launch_bounds__(DecodeTiles<C>::kThreads, C::kMinBlocks)
+    team_kernel(const __grid_constant__ Decode p) {
+  if (p.cluster) {
+    if (threadIdx.x == 0) {
+      ptx::mbarrier_init(DecodeTiles<C>().barrier(), 1);
+      ptx::fence_mbarrier_init();
+    }
+    ptx::cluster_arrive_relaxed();
+  }
+  if (!p.known_places) ptx::griddepcontrol_wait();
+  TeamPart<DecodeTiles<C>::kRows> part(p);
+  attend<C, true>(p, part, [&] {
+    if (p.known_places) ptx::griddepcontrol_wait();
+    ptx::griddepcontrol_launch_dependents();
+  });
 }
 
 // ---- merge ---------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@
 
 #include "any/launches.cuh"
 #include "common/launch.cuh"
+#include "common/team.h"
 #include "mma/backward.cuh"
 #include "mma/decode.cuh"
 #include "mma/forward.cuh"
@@ -66,6 +67,15 @@ inline bool in_chunks(const Tensor4& x, int64_t columns) {
          ((x.batch | x.row | x.head) % kChunk) == 0;
 }
 
+// Blocks that have a tile together: twice the key warps of those that have shares of everything, so that one
+// a multiprocessor will do, and rings that leave room for a block of the call behind.
+template <class C>
+struct Team : C {
+  static constexpr bool kExists = C::kArch >= 80 && C::kRowWarps == 1 && C::kMinBlocks == 2;
+  static constexpr int kKeyWarps = 2 * C::kKeyWarps, kStages = 3,
+                       kMinBlocks = C::kRowBlocks == 1 && C::kHeadDim <= 128 ? 2 : 1;
+};
+
 // How a decode is divided, and what of it waits for the merge.
 template <class C>
 Decode divided(const DecodeParams& p) {
@@ -92,12 +102,32 @@ Decode divided(const DecodeParams& p) {
     d.merges = d.splits > 1 ? tiles * p.batch : 0;
     d.slots = d.merges * d.splits;
   } else {
-    d.shares = Divisor(C::kMinBlocks * std::max(1, p.device.processors));
-    d.shares = Divisor(Shares(static_cast<unsigned>(tiles * p.batch * units), d.shares).count);
-    const int64_t cuts = d.shares.value - 1;
+    const int64_t places = C::kMinBlocks * std::max(1, p.device.processors), of_head = places / p.heads_k,
+                  alike = 10 * of_head * p.heads_k >= 9 * places ? p.heads_k : 1;
+    d.alike = Divisor(static_cast<unsigned>(alike));
+    d.shares = Divisor(static_cast<unsigned>(places / alike));
+    d.shares = Divisor(Shares(static_cast<unsigned>(tiles / alike * p.batch * units), d.shares).count);
+    const int64_t cuts = (d.shares.value - 1) * alike;
     d.merge_by_tile = !p.seqlen_q.cu && tiles * p.batch <= cuts;
     d.merges = d.merge_by_tile ? tiles * p.batch : cuts;
-    d.slots = 2 * (cuts + 1);
+    d.slots = 2 * d.shares.value * alike;
+  }
+  if (Team<C>::kExists && p.splits == 0 && d.splits == 0 && !p.seqlen_q.cu && !p.seqlen_q.used &&
+      d.chunks == 1 && DecodeTiles<Team<C>>::kTeamBytes <= p.device.shared_bytes) {
+    const bool equal = !p.seqlen_k.cu && !p.seqlen_k.used && !p.cache.leftpad;
+    d.known_places = equal && !p.cache.batch_index;
+    const TeamSize team =
+        team_size(tiles * p.batch, units, equal || p.batch == 1, p.device.processors, Team<C>::kMinBlocks,
+                  code_capability<decode_kernel<C>>(p.device.capability));
+    if (team.blocks > 0) d.team = Divisor(static_cast<unsigned>(team.blocks));
+    d.cluster = team.cluster;
+  }
+  if (d.team.value > 0) {
+    d.tiles = Divisor(static_cast<unsigned>(tiles));
+    const int64_t numbers = rows_to_merge<C>(d) * DecodeTiles<C>::kFours;
+    d.slice = Divisor(static_cast<unsigned>((numbers + d.team.value - 1) / d.team.value));
+    d.slots = std::max(d.slots, tiles * p.batch * d.team.value);
+    if (d.cluster || d.team.value == 1) d.merges = d.slots = 0;
   }
   // A few merges have many parts each.
   d.rows_of_merge = d.merges * rows_to_merge<C>(d) <= 2 * p.device.processors ? 1 : kMergeWarps;
@@ -111,16 +141,30 @@ Workspace decode_workspace(const DecodeParams& p) {
   return workspace;
 }
 
+// False: there are no counters.
+inline bool takes_counters(Decode& d, cudaStream_t stream) {
+  if (d.cluster || d.team.value == 1) return true;
+  const int64_t tiles = d.most_tiles * d.batch;
+  d.first_counter = tiles > kMostCounters ? -1 : take_counters<kCounters>(stream, static_cast<int>(tiles));
+  return d.first_counter >= 0;
+}
+
 template <class C>
 int launch_decode(const DecodeParams& p, void* stream) {
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
   if (const int error = any::launch_append<Element<C>>(p, cuda_stream)) return error;
-  const Decode d = divided<C>(p);
+  Decode d = divided<C>(p);
   if (p.seqlen_q.rows * d.group.value > INT_MAX || d.most_tiles == INT_MAX) return cudaErrorInvalidValue;
   if (d.most_tiles == 0) return cudaSuccess;
-  const int64_t blocks = d.splits > 0 ? d.most_tiles * p.batch * d.splits : d.shares.value,
+  const bool overlap = code_capability<decode_kernel<C>>(p.device.capability) >= 90;
+  if constexpr (Team<C>::kExists) {
+    using Tiles = DecodeTiles<Team<C>>;
+    if (d.team.value > 0 && takes_counters(d, cuda_stream))
+      return launch_kernel(team_kernel<Team<C>>, d.most_tiles * p.batch * d.team.value, Tiles::kThreads,
+                           Tiles::kTeamBytes, d, cuda_stream, overlap, d.cluster ? d.team.value : 1);
+  }
+  const int64_t blocks = d.splits > 0 ? d.most_tiles * p.batch * d.splits : d.shares.value * d.alike.value,
                 merge_blocks = d.merges * ((rows_to_merge<C>(d) + d.rows_of_merge - 1) / d.rows_of_merge);
-  const bool overlap = p.device.capability >= 90;
   int error = launch_kernel(decode_kernel<C>, blocks, DecodeTiles<C>::kThreads, DecodeTiles<C>::kBytes, d,
                             cuda_stream, overlap);
   if (!error)

@@ -2,7 +2,6 @@
 #pragma once
 
 #include <algorithm>
-#include <atomic>
 #include <climits>
 #include <cmath>
 
@@ -32,20 +31,6 @@ inline int processors() {
     known_device = device;
   }
   return known_count;
-}
-
-// A counter for a launch, -1: none.  Launches that may run at the same time need different ones.  Eager
-// launches take them in turn, and far fewer can be queued than there are.  A graph keeps its own for good:
-// when they have run out, tiles are handed out without a counter.
-inline int take_ticket(cudaStream_t stream) {
-  static std::atomic<unsigned> eager{0};
-  static std::atomic<int> captured{0};
-  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-  cudaStreamIsCapturing(stream, &status);
-  if (status == cudaStreamCaptureStatusNone) return static_cast<int>(eager++ % (kTickets / 2));
-  if (captured >= kTickets / 2) return -1;
-  const int ticket = captured++;
-  return ticket < kTickets / 2 ? kTickets / 2 + ticket : -1;
 }
 
 // Query heads that share a tile: all of a KV head if that leaves fewer rows of tiles empty.  Not when packed:
@@ -111,7 +96,7 @@ int launch_forward(const ForwardParams& p, void* stream) {
   schedule.units = Divisor(static_cast<unsigned>(units));
   schedule.blocks = static_cast<int>(blocks);
   schedule.units_of_k = Divisor(static_cast<unsigned>(units / p.heads_k));
-  schedule.ticket = tiles > blocks ? take_ticket(cuda_stream) : -1;
+  schedule.ticket = tiles > blocks ? take_counters<kTickets>(cuda_stream) : -1;
   if (!ragged) {
     // Tiles of so many heads together that short ones fill the gaps at the end, and that blocks of one head
     // walk over K and V at the same time (measured: docs/sm90_forward.md); all, if they are few.  Without a

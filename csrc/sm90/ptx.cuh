@@ -10,23 +10,8 @@ namespace flashattn::ptx {
 
 // ---- transaction barriers ------------------------------------------------------------------------------
 
-__device__ inline void mbarrier_init(uint32_t barrier, int arrivals) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
-}
-
-// Makes initialised barriers visible to the copy engine.
-__device__ inline void fence_mbarrier_init() {
-  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-}
-
 __device__ inline void mbarrier_arrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-
-// Arrives, and the phase ends only after `bytes` more have been copied.
-__device__ inline void mbarrier_arrive_expect_tx(uint32_t barrier, uint32_t bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
-               : "memory");
 }
 
 // The phase ends only after `bytes` more have been copied.

@@ -80,10 +80,18 @@ struct NamedBarrier {
   uint32_t warps = 0, waiting = 0;  // that have arrived in this phase, as bits
 };
 
+// Blocks that reach each other's shared memory; null: it has ended.
+struct Cluster {
+  std::vector<Block*> blocks;
+  int arrived = 0;
+  uint64_t phase = 0;
+};
+
 }  // namespace
 
 struct Block {
   dim3 index;
+  std::shared_ptr<Cluster> cluster;
   std::map<uint32_t, TransactionBarrier> transactions;
   NamedBarrier named[16];
   std::vector<Thread> threads;
@@ -103,6 +111,7 @@ struct Device {
   Schedule schedule{Order::round_robin, 1};
   std::function<void()> kernel;
   size_t shared_bytes = 0;
+  unsigned cluster = 1;  // blocks
   std::vector<std::unique_ptr<Block>> resident;
   Block* loaded = nullptr;  // whose shared memory is in place
   void* main_stack = nullptr;
@@ -205,9 +214,11 @@ void load(Block& block) {
   current_block = block.index;
 }
 
-void start_block(dim3 index) {
+void start_block(dim3 index, std::shared_ptr<Cluster> cluster) {
   auto block = std::make_unique<Block>();
   block->index = index;
+  block->cluster = std::move(cluster);
+  block->cluster->blocks.push_back(block.get());
   block->saved.assign(device.shared_bytes + kSharedGuard, 0xFF);
   block->serial = block->epoch = ++device.epochs;
   block->stacks = take_stacks();
@@ -243,6 +254,8 @@ void retire(Block& block) {
   device.free_stacks.push_back(block.stacks);
   device.free_cells.push_back(block.cells);
   device.loaded = nullptr;
+  for (Block*& other : block.cluster->blocks)
+    if (other == &block) other = nullptr;
 }
 
 std::string waiting_threads() {
@@ -302,9 +315,11 @@ void run_blocks() {
     const bool room = started < blocks && device.resident.size() < device.schedule.resident_blocks;
     if (!(room && device.schedule.order == Order::round_robin) && run_ready_block()) continue;
     if (room) {
-      start_block(dim3(started % current_grid.x, started / current_grid.x % current_grid.y,
-                       started / current_grid.x / current_grid.y));
-      ++started;
+      const auto cluster = std::make_shared<Cluster>();
+      for (unsigned i = 0; i < device.cluster; ++i, ++started)
+        start_block(dim3(started % current_grid.x, started / current_grid.x % current_grid.y,
+                         started / current_grid.x / current_grid.y),
+                    cluster);
     } else if (device.resident.empty()) {
       return;
     } else if (!wake_polling()) {
@@ -352,10 +367,13 @@ void fail(const char* message, ...) {
   __builtin_unreachable();
 }
 
-bool run(dim3 grid, dim3 block, size_t shared_bytes, size_t shared_allowed, std::function<void()> kernel) {
+bool run(dim3 grid, dim3 block, size_t shared_bytes, size_t shared_allowed, unsigned cluster,
+         std::function<void()> kernel) {
+  constexpr unsigned kMostCluster = 8;  // that every device has
   const uint64_t threads = uint64_t{block.x} * block.y * block.z;
   if (threads == 0 || threads > 1024 || shared_bytes > shared_allowed || grid.x == 0 || grid.y == 0 ||
-      grid.z == 0 || grid.x > 0x7FFFFFFF || grid.y > 0xFFFF || grid.z > 0xFFFF)
+      grid.z == 0 || grid.x > 0x7FFFFFFF || grid.y > 0xFFFF || grid.z > 0xFFFF || cluster > kMostCluster ||
+      grid.x % cluster != 0)
     return false;
   if (!device.error.empty()) return true;
   catch_faults();
@@ -363,6 +381,7 @@ bool run(dim3 grid, dim3 block, size_t shared_bytes, size_t shared_allowed, std:
   current_block_size = block;
   device.kernel = std::move(kernel);
   device.shared_bytes = shared_bytes;
+  device.cluster = cluster;
   device.loaded = nullptr;
   run_blocks();
   current = nullptr;
@@ -459,9 +478,11 @@ void init_barrier(uint32_t address, int arrivals) {
   current->block->transactions[address] = {arrivals, arrivals, 0, 0};
 }
 
-void arrive_at_barrier(uint32_t address, int arrivals, int64_t expected_bytes, Site site) {
-  const auto found = current->block->transactions.find(address);
-  if (found == current->block->transactions.end())
+namespace {
+
+void arrive(Block& block, uint32_t address, int arrivals, int64_t expected_bytes, Site site) {
+  const auto found = block.transactions.find(address);
+  if (found == block.transactions.end())
     fail("there is no transaction barrier at %u, %s:%d", address - kSharedWindow, site.file, site.line);
   TransactionBarrier& barrier = found->second;
   barrier.pending -= arrivals;
@@ -471,6 +492,12 @@ void arrive_at_barrier(uint32_t address, int arrivals, int64_t expected_bytes, S
   barrier.pending = barrier.arrivals;
   barrier.parity ^= 1;
   made_progress();
+}
+
+}  // namespace
+
+void arrive_at_barrier(uint32_t address, int arrivals, int64_t expected_bytes, Site site) {
+  arrive(*current->block, address, arrivals, expected_bytes, site);
 }
 
 void wait_for_barrier(uint32_t address, uint32_t parity, Site site) {
@@ -493,6 +520,39 @@ void named_barrier(int barrier, int threads, bool wait, Site site) {
     made_progress();
   }
   while (wait && named.phase == phase) wait_for_other_blocks(site);
+}
+
+// ---- clusters --------------------------------------------------------------------------------------------
+
+void arrive_at_cluster() {
+  Cluster& cluster = *current->block->cluster;
+  size_t threads = 0;
+  for (const Block* block : cluster.blocks) threads += block ? block->threads.size() : 0;
+  if (static_cast<size_t>(++cluster.arrived) < threads) return;
+  cluster.arrived = 0;
+  ++cluster.phase;
+  made_progress();
+}
+
+// A thread waits after each of its arrivals.
+void wait_for_cluster(Site site) {
+  const uint64_t phase = ++current->cluster_waits;
+  while (current->block->cluster->phase < phase) wait_for_other_blocks(site);
+}
+
+void store_in_cluster(uint32_t address, uint32_t barrier, int to, const void* from, uint32_t size,
+                      Site site) {
+  const Cluster& cluster = *current->block->cluster;
+  const uint32_t offset = address - kSharedWindow;
+  if (address < kSharedWindow || offset + size > device.shared_bytes || offset % size != 0 || to < 0 ||
+      static_cast<size_t>(to) >= cluster.blocks.size())
+    fail("%u bytes at offset %d of block %d of a cluster: outside or misaligned, at %s:%d", size,
+         static_cast<int>(offset), to, site.file, site.line);
+  Block* block = cluster.blocks[to];
+  if (current->cluster_waits == 0 || !block || block->live == 0)
+    fail("block %d of the cluster may not run yet or has ended, at %s:%d", to, site.file, site.line);
+  memcpy((block == device.loaded ? shared_memory : block->saved.data()) + offset, from, size);
+  arrive(*block, barrier, 0, -int64_t{size}, site);
 }
 
 // ---- shared memory ---------------------------------------------------------------------------------------

@@ -60,6 +60,7 @@ struct Thread {
   Block* block;
   const char* waits_for;  // null: it runs or has ended
   Site site;
+  uint64_t cluster_waits;  // how often it has waited for its cluster
   std::vector<Copy> copies;
   std::vector<size_t> groups;  // the copies before this index are in the group
 };
@@ -70,8 +71,10 @@ extern dim3 current_block, current_grid, current_block_size;
 // Ends the launch: its error is `message`.
 [[noreturn]] void fail(const char* message, ...) __attribute__((format(printf, 1, 2)));
 
-// Runs the kernel's blocks.  False when it cannot be launched so; later launches do nothing after an error.
-bool run(dim3 grid, dim3 block, size_t shared_bytes, size_t shared_allowed, std::function<void()> kernel);
+// Runs the kernel's blocks, so many of which are a cluster.  False when it cannot be launched so; later
+// launches do nothing after an error.
+bool run(dim3 grid, dim3 block, size_t shared_bytes, size_t shared_allowed, unsigned cluster,
+         std::function<void()> kernel);
 
 void set_schedule(Schedule schedule);
 std::string take_error();  // of the launches since the last call, empty when there was none
@@ -106,6 +109,14 @@ void arrive_at_barrier(uint32_t address, int arrivals, int64_t expected_bytes, S
 void wait_for_barrier(uint32_t address, uint32_t parity, Site site);
 
 void named_barrier(int barrier, int threads, bool wait, Site site);
+
+// ---- clusters --------------------------------------------------------------------------------------------
+
+void arrive_at_cluster();
+void wait_for_cluster(Site site);
+// To the same address in another block, which must run by then and still, and whose barrier counts the bytes.
+void store_in_cluster(uint32_t address, uint32_t barrier, int block, const void* from, uint32_t size,
+                      Site site);
 
 // ---- shared memory ---------------------------------------------------------------------------------------
 

@@ -155,12 +155,12 @@ inline std::map<const void*, size_t> shared_allowed;  // of kernels that asked f
 // kernel<<<grid, block, shared_bytes, stream>>>(arguments) becomes launch(kernel, grid, ...)(arguments).
 template <class... Parameters>
 auto launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared_bytes = 0,
-            cudaStream_t = nullptr) {
+            cudaStream_t = nullptr, unsigned cluster = 1) {
   return [=](const Parameters&... arguments) {
     constexpr size_t kDefault = 48 * 1024;
     const auto asked = shared_allowed.find(reinterpret_cast<const void*>(kernel));
     const size_t allowed = asked == shared_allowed.end() ? kDefault : std::max(kDefault, asked->second);
-    if (!run(grid, block, shared_bytes, allowed, [&] { kernel(arguments...); }))
+    if (!run(grid, block, shared_bytes, allowed, cluster, [&] { kernel(arguments...); }))
       last_error = cudaErrorInvalidValue;
   };
 }
@@ -175,6 +175,15 @@ cudaError_t cudaFuncSetAttribute(Kernel* kernel, cudaFuncAttribute attribute, in
   if (bytes > flashattn::kSharedLimit) return cudaErrorInvalidValue;
   emulator::shared_allowed[reinterpret_cast<const void*>(kernel)] = bytes;
   return cudaSuccess;
+}
+
+// Code for any device.
+struct cudaFuncAttributes {
+  int ptxVersion;
+};
+template <class Kernel>
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, Kernel*) {
+  return attributes->ptxVersion = 90, cudaSuccess;
 }
 
 // A device of so few processors that blocks take several tiles.
@@ -194,11 +203,17 @@ inline cudaError_t cudaGetDriverEntryPointByVersion(const char*, void** function
   return *function = reinterpret_cast<void*>(&cuTensorMapEncodeTiled), cudaSuccess;
 }
 
-enum cudaLaunchAttributeID { cudaLaunchAttributeProgrammaticStreamSerialization };
+enum cudaLaunchAttributeID {
+  cudaLaunchAttributeClusterDimension,
+  cudaLaunchAttributeProgrammaticStreamSerialization
+};
 struct cudaLaunchAttribute {
   cudaLaunchAttributeID id;
   struct {
     int programmaticStreamSerializationAllowed;
+    struct {
+      unsigned x, y, z;
+    } clusterDim;
   } val;
 };
 struct cudaLaunchConfig_t {
@@ -211,7 +226,12 @@ struct cudaLaunchConfig_t {
 template <class Parameters>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Parameters),
                                const Parameters& p) {
-  emulator::launch(kernel, config->gridDim, config->blockDim, config->dynamicSmemBytes)(p);
+  unsigned cluster = 1;
+  for (unsigned i = 0; i < config->numAttrs; ++i)
+    if (config->attrs[i].id == cudaLaunchAttributeClusterDimension)
+      cluster = config->attrs[i].val.clusterDim.x;
+  emulator::launch(kernel, config->gridDim, config->blockDim, config->dynamicSmemBytes, config->stream,
+                   cluster)(p);
   return cudaGetLastError();
 }
 

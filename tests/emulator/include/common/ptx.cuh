@@ -166,10 +166,33 @@ inline void red_add_release(int* to, int x) {
   emulator::made_progress();
 }
 
+inline unsigned atom_add_acq_rel(unsigned* to, unsigned x) {
+  emulator::made_progress();
+  return (*to += x) - x;
+}
+
 inline void bar_sync(int barrier, int threads, Site site = {}) {
   emulator::named_barrier(barrier, threads, true, site);
 }
 inline void griddepcontrol_wait() {}
 inline void griddepcontrol_launch_dependents() {}
+
+// Accesses that transaction barriers order are not checked.
+inline void mbarrier_init(uint32_t barrier, int arrivals) { emulator::init_barrier(barrier, arrivals); }
+inline void fence_mbarrier_init() {}
+inline void mbarrier_arrive_expect_tx(uint32_t barrier, uint32_t bytes, Site site = {}) {
+  emulator::arrive_at_barrier(barrier, 1, bytes, site);
+}
+inline void mbarrier_wait_cluster(uint32_t barrier, uint32_t parity, Site site = {}) {
+  emulator::wait_for_barrier(barrier, parity, site);
+}
+inline void cluster_arrive_relaxed() { emulator::arrive_at_cluster(); }
+inline void cluster_wait(Site site = {}) { emulator::wait_for_cluster(site); }
+inline void st_async_f32x2(uint32_t to, uint32_t barrier, int block, float2 x, Site site = {}) {
+  emulator::store_in_cluster(to, barrier, block, &x, sizeof x, site);
+}
+inline void st_async_f32x4(uint32_t to, uint32_t barrier, int block, float4 x, Site site = {}) {
+  emulator::store_in_cluster(to, barrier, block, &x, sizeof x, site);
+}
 
 }  // namespace flashattn::ptx

@@ -8,13 +8,8 @@
 
 namespace flashattn::ptx {
 
-inline void mbarrier_init(uint32_t barrier, int arrivals) { emulator::init_barrier(barrier, arrivals); }
-inline void fence_mbarrier_init() {}
 inline void mbarrier_arrive(uint32_t barrier, Site site = {}) {
   emulator::arrive_at_barrier(barrier, 1, 0, site);
-}
-inline void mbarrier_arrive_expect_tx(uint32_t barrier, uint32_t bytes, Site site = {}) {
-  emulator::arrive_at_barrier(barrier, 1, bytes, site);
 }
 inline void mbarrier_expect_tx(uint32_t barrier, uint32_t bytes, Site site = {}) {
   emulator::arrive_at_barrier(barrier, 0, bytes, site);

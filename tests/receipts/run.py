@@ -23,6 +23,7 @@ import subprocess
 import sys
 import time
 from collections import Counter, defaultdict
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).absolute().parents[2]
@@ -64,21 +65,27 @@ def digest() -> str:
 
 
 def compiled() -> dict[str, str]:
-    """Hash of what each row's unit was compiled to, on the host and for the card; symbol tables, which hold
-    names of temporary files, are not part of it."""
+    """Hash of the instructions that each row's unit was compiled to; lines and paths of sources leave them as
+    they are."""
     objects = {path.stem: path for path in (ROOT / _build.objects()).rglob("*.o")}
-    found = {}
-    for row in rows():
-        dump = subprocess.run(["objdump", "-s", str(objects[row.name])], capture_output=True, check=True)
-        found[row.name] = hashlib.sha256(dump.stdout.split(b"\n", 3)[3]).hexdigest()[:16]
-    return found
+    program = shutil.which("cuobjdump") or f"{_build.cuda_home()}/bin/cuobjdump"
+
+    def instructions(row) -> str:
+        dump = subprocess.run([program, "-sass", str(objects[row.name])], capture_output=True, text=True,
+                              check=True)
+        code = re.findall(r"^\s*Function : \S+|/\* 0x[0-9a-f]{16} \*/", dump.stdout, re.MULTILINE)
+        return hashlib.sha256("".join(code).encode()).hexdigest()[:16]
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return {row.name: code for row, code in zip(rows(), pool.map(instructions, rows()))}
 
 
-def unseen(receipt: dict, tool: str) -> list[str]:
-    """Rows whose code a sanitizer has not found clean."""
+def unseen(receipt: dict, tool: str, some: str = "") -> list[str]:
+    """Rows with this expression in their names whose code a sanitizer has not found clean."""
     seen = receipt.get("sanitizers", {}).get(tool, {}).get("rows", {})
     code = receipt.get("code", {})
-    return [row.name for row in rows() if row.name not in seen or seen[row.name] != code.get(row.name)]
+    return [row.name for row in rows() if re.search(some, row.name)
+            and (row.name not in seen or seen[row.name] != code.get(row.name))]
 
 
 def unverified(receipt: dict) -> list[str]:
@@ -161,12 +168,12 @@ class Run:
         return status is not None and status not in (2, 3, 4), [json.loads(line) for line in lines]
 
     def parts(self, names: list[str], families: list[str], files: list[str], workers: int,
-              checkers: int) -> None:
+              checkers: int, some: str) -> None:
         """The sanitizers run beside the suites; with more than one card, suites run beside each other too."""
         if "build" in names:
             self.build()
-        sanitizers = {tool: self.sanitizer(tool, i, checkers)
-                      for i, tool in enumerate(TOOLS) if tool in names and unseen(self.receipt, tool)}
+        sanitizers = {tool: self.sanitizer(tool, i, checkers, some)
+                      for i, tool in enumerate(TOOLS) if tool in names and unseen(self.receipt, tool, some)}
         suites = {}
         for card, family in enumerate(families if "suite" in names else ()):
             if time.monotonic() < self.end:
@@ -210,10 +217,10 @@ class Run:
         if "test_cuda.py" in files:
             self.receipt["rows"] |= outcomes_of_rows(results, family)
 
-    def sanitizer(self, tool: str, card: int, workers: int) -> subprocess.Popen:
-        """Starts compute-sanitizer over the rows that it has not seen.  Tests that would begin too late are
-        skipped, so that it comes to its end and writes down what it found.  The oracle stays off the card:
-        products of torch end with a hardware exception under racecheck."""
+    def sanitizer(self, tool: str, card: int, workers: int, some: str) -> subprocess.Popen:
+        """Starts compute-sanitizer over those of the rows that it has not seen.  Tests that would begin too
+        late are skipped, so that it comes to its end and writes down what it found.  The oracle stays off the
+        card: products of torch end with a hardware exception under racecheck."""
         for log in SCRATCH.glob(f"{tool}.*.log"):
             log.unlink()
         program = shutil.which("compute-sanitizer") or f"{_build.cuda_home()}/bin/compute-sanitizer"
@@ -224,7 +231,7 @@ class Run:
             command += ["--kernel-name", "kns=flashattn"]
         last = time.time() + self.end - time.monotonic() - MARGIN
         return self.pytest(tool, workers, "tests/test_cuda.py::test_row", "--oracle", "cpu", "--rows",
-                           ",".join(unseen(self.receipt, tool)), "--until", str(last), before=command,
+                           ",".join(unseen(self.receipt, tool, some)), "--until", str(last), before=command,
                            PYTORCH_NO_CUDA_MEMORY_CACHING="1", **first(card))
 
     def sanitized(self, tool: str, child: subprocess.Popen) -> None:
@@ -287,6 +294,7 @@ def main() -> None:
     parser.add_argument("--files", nargs="+", choices=SUITE, default=SUITE, help="of the suite")
     parser.add_argument("--workers", type=int, default=8)
     parser.add_argument("--checkers", type=int, default=3, help="test processes of each sanitizer")
+    parser.add_argument("--rows", default="", metavar="REGEX", help="of the sanitizers")
     parser.add_argument("--limit", type=float, default=7200, help="seconds for everything")
     parser.add_argument("--not-run", metavar="REASON", help="no card could be had for these sources")
     parser.add_argument("--card", help="with --not-run: its name")
@@ -302,7 +310,7 @@ def main() -> None:
     try:
         if not arguments.not_run:
             run.parts(arguments.parts, arguments.families, list(arguments.files), arguments.workers,
-                      arguments.checkers)
+                      arguments.checkers, arguments.rows)
     finally:
         receipt |= {"unverified": unverified(receipt), "unfinished": unfinished(receipt)}
         text = json.dumps(receipt, indent=1) + "\n"

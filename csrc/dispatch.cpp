@@ -41,13 +41,13 @@ constexpr int64_t kFewQueries = 128;
 
 constexpr uint32_t need_if(bool needed, Need need) { return needed ? set_of(need) : 0; }
 
-// What the layout of a tensor needs; the stride of a dimension of size 1 does not count.
-uint32_t needs(const Tensor4& x, const Lengths& rows, int64_t heads, const ForwardParams& p) {
+// What the layout of a tensor of this shape needs; the stride of a dimension of size 1 does not count.
+uint32_t needs(const Tensor4& x, int64_t batch, int64_t rows, int64_t heads, DType dtype) {
   constexpr int64_t kTmaStride = int64_t{1} << 40, kTmaSize = int64_t{1} << 31;
-  const int64_t bytes = p.dtype == DType::f64 ? 8 : p.dtype == DType::f32 ? 4 : 2;
+  const int64_t bytes = dtype == DType::f64 ? 8 : dtype == DType::f32 ? 4 : 2;
   const struct {
     int64_t size, stride;
-  } dims[] = {{rows.cu ? 1 : p.batch, x.batch}, {rows.total, x.row}, {heads, x.head}};
+  } dims[] = {{batch, x.batch}, {rows, x.row}, {heads, x.head}};
   bool aligned = reinterpret_cast<uintptr_t>(x.data) % 16 == 0, addressed = true;
   for (const auto& dim : dims) {
     if (dim.size <= 1) continue;
@@ -56,6 +56,22 @@ uint32_t needs(const Tensor4& x, const Lengths& rows, int64_t heads, const Forwa
     addressed &= stride > 0 && stride < kTmaStride && dim.size < kTmaSize;
   }
   return need_if(!aligned, Need::alignment) | need_if(!addressed, Need::addressing);
+}
+
+uint32_t needs(const Tensor4& x, const Lengths& rows, int64_t heads, const ForwardParams& p) {
+  return needs(x, rows.cu ? 1 : p.batch, rows.total, heads, p.dtype);
+}
+
+// All but the layouts of K and V.
+uint32_t needs_beside_keys(const ForwardParams& p) {
+  const Score& score = p.score;
+  return need_if(score.softcap != 0, Need::softcap) | need_if(score.alibi.data, Need::alibi) |
+         need_if(score.bias.data, Need::bias) | need_if(score.mask.data, Need::mask) |
+         need_if(p.dropout.seed, Need::dropout) | need_if(score.scale <= 0, Need::scale) |
+         need_if(p.head_dim % 8 != 0 || p.head_dim_v % 8 != 0, Need::head_dim) |
+         need_if(p.batch_invariant || p.seqlen_q.cu || p.seqlen_q.rows > kFewQueries, Need::many_queries) |
+         need_if(p.max_logit.data, Need::max_logit) | needs(p.q, p.seqlen_q, p.heads_q, p) |
+         needs(p.out, p.seqlen_q, p.heads_q, p);
 }
 
 }  // namespace
@@ -95,23 +111,23 @@ Reasons*& explanation() {
 }
 
 uint32_t needs(const ForwardParams& p) {
-  const Score& score = p.score;
-  return need_if(score.softcap != 0, Need::softcap) | need_if(score.alibi.data, Need::alibi) |
-         need_if(score.bias.data, Need::bias) | need_if(score.mask.data, Need::mask) |
-         need_if(p.dropout.seed, Need::dropout) | need_if(score.scale <= 0, Need::scale) |
-         need_if(p.head_dim % 8 != 0 || p.head_dim_v % 8 != 0, Need::head_dim) |
-         need_if(p.batch_invariant || p.seqlen_q.cu || p.seqlen_q.rows > kFewQueries, Need::many_queries) |
-         need_if(p.max_logit.data, Need::max_logit) | needs(p.q, p.seqlen_q, p.heads_q, p) |
-         needs(p.k, p.seqlen_k, p.heads_k, p) | needs(p.v, p.seqlen_k, p.heads_k, p) |
-         needs(p.out, p.seqlen_q, p.heads_q, p);
+  return needs_beside_keys(p) | needs(p.k, p.seqlen_k, p.heads_k, p) | needs(p.v, p.seqlen_k, p.heads_k, p);
 }
 
 uint32_t needs(const DecodeParams& p) {
-  constexpr int64_t kSmallTile = 8, kTile = 16;
-  const int64_t rows = p.seqlen_q.rows * (p.heads_q / p.heads_k);
-  const bool any = p.batch_invariant || p.seqlen_q.cu;
-  return (needs(static_cast<const ForwardParams&>(p)) & ~set_of(Need::many_queries)) |
-         need_if(any || rows > kTile, Need::many_queries) | need_if(any || rows > kSmallTile, Need::many_rows);
+  constexpr int64_t kSmallTile = 8, kTile = 16, kWide = 256, kSlab = 64, kGroup = 8;
+  const int64_t rows = p.seqlen_q.rows * (p.heads_q / p.heads_k), page = p.cache.page_size;
+  const bool any = p.batch_invariant || p.seqlen_q.cu, paged = p.cache.page_table;
+  const auto of_cache = [&](const Tensor4& x) {
+    return needs(x, p.cache.entries, paged ? page : p.seqlen_k.rows, p.heads_k, p.dtype);
+  };
+  const bool in_keys = p.v.data == p.k.data && p.v.batch == p.k.batch && p.v.row == p.k.row &&
+                       p.v.head == p.k.head && p.head_dim_v <= p.head_dim;
+  return (needs_beside_keys(p) & ~set_of(Need::many_queries)) | of_cache(p.k) | of_cache(p.v) |
+         need_if(any || rows > kTile, Need::many_queries) |
+         need_if(any || rows > kSmallTile, Need::many_rows) |
+         need_if(!in_keys || p.head_dim <= kWide || p.head_dim % kSlab != 0, Need::own_values) |
+         need_if(paged && page % kGroup != 0, Need::odd_pages);
 }
 
 uint32_t needs(const BackwardParams& p) {

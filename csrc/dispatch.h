@@ -42,7 +42,9 @@ constexpr std::pair<const char*, const char*> kNeeds[] = {
     {"many_queries", "packed sequences, batch_invariant or many queries"},
     {"many_rows", "more than 8 queries and heads of a KV head"},
     {"addressing", "a stride of 0 or too large for TMA"},
-    {"max_logit", "return_max_logit"}};
+    {"max_logit", "return_max_logit"},
+    {"own_values", "a v_cache that is not the first columns of a k_cache of 320, 384, .. columns"},
+    {"odd_pages", "a page size that is not a multiple of 8"}};
 static_assert(kEveryNeed == (1u << std::size(kNeeds)) - 1);
 
 // As torch and users write them.

@@ -24,6 +24,8 @@ enum class Need : uint8_t {
   many_rows,     // decode: more than 8 query rows of a KV head
   addressing,    // a stride or size that no TMA descriptor holds
   max_logit,
+  own_values,  // decode: V is not the first columns of a K with more than 256, a multiple of 64
+  odd_pages,   // decode: a page size that is not a multiple of 8
 };
 
 // Types or needs as bits.
@@ -31,7 +33,7 @@ template <class... Members>
 constexpr uint32_t set_of(Members... members) {
   return (0u | ... | (1u << static_cast<int>(members)));
 }
-constexpr uint32_t kEveryNeed = 2 * set_of(Need::max_logit) - 1;  // up to the last
+constexpr uint32_t kEveryNeed = 2 * set_of(Need::odd_pages) - 1;  // up to the last
 
 // A row of csrc/instances.py.  Where the kernel runs: on CUDA devices if it has a module, else on the CPU.
 template <class Params>

@@ -22,7 +22,7 @@ MODULES = ("cpu", *CUDA_MODULES)
 ABI_HEADERS = ("params.h", "instance.h")  # what the modules share
 # What a call may ask beyond a softmax over all keys, Need in instance.h; a row serves some of them.
 NEEDS = ("softcap", "alibi", "bias", "mask", "dropout", "scale", "head_dim", "alignment", "many_queries",
-         "many_rows", "addressing", "max_logit")
+         "many_rows", "addressing", "max_logit", "own_values", "odd_pages")
 PLAIN = ("many_queries", "many_rows", "addressing", "max_logit")  # what costs a kernel nothing
 
 
@@ -310,6 +310,17 @@ class HopperBackward(Hopper):
             "StepsInTurn": self.steps_in_turn}, {"BulkSums": self.bulk_sums})
 
 
+@dataclass(frozen=True)
+class HopperDecode(Hopper):
+    """A decode of it, where values lie in the first columns of the keys: a tile has 64 queries and heads."""
+
+    rows = 64
+
+    def unit(self) -> str:
+        return self.unit_for({self.keys, self.head_dim_v // 2}, {
+            "RowBlocks": 2, "RowWarps": 4, "KeyWarps": 1, "Stages": 2, "MinBlocks": 1}, {})
+
+
 def wgmma(dtype: str, n: int) -> str:
     """The wrappers of wgmma for one shape (Wgmma in csrc/sm90/wgmma.cuh): an instruction has a list of n / 2
     results, which C++ cannot write for any n."""
@@ -543,13 +554,16 @@ _SM90_BACKWARD = (
     ("backward", 128, 128, _SCORES, 128, 64, 3, 3, 4, True),
     ("backward", 256, 256, _SCORES, 64, 64, 2, 2, 0, False),
 )
+# op, head dims (D, Dv), serves, keys in a tile.
+_SM90_DECODE = (("decode", 576, 512, _MANY, 64),)
 _MMA = {"sm80": (_SM80_TILES, _SM80_DECODE, ("bfloat16", "float16")),
         "sm75": (_SM75_TILES, _SM75_DECODE, ("float16",))}
 
 
 def _hopper() -> list:
     return [kind(op, "sm90", dtype, *tile)
-            for kind, tiles in ((HopperForward, _SM90_FORWARD), (HopperBackward, _SM90_BACKWARD))
+            for kind, tiles in ((HopperForward, _SM90_FORWARD), (HopperBackward, _SM90_BACKWARD),
+                                (HopperDecode, _SM90_DECODE))
             for op, *tile in tiles for dtype in ("bfloat16", "float16")]
 
 

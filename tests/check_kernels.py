@@ -97,7 +97,8 @@ def least_instructions(row) -> dict[str, int]:
     times each head dim, and what brings the tiles."""
     if row.module == "sm90":  # of a warpgroup, 16 deep: Q K^T and P V; S, dP, dQ, dK and dV
         depth = {"forward": row.head_dim + row.keys,
-                 "backward": row.head_dim + row.head_dim_v + row.keys + 2 * row.rows}[row.op]
+                 "backward": row.head_dim + row.head_dim_v + row.keys + 2 * row.rows,
+                 "decode": row.head_dim + 2 * row.keys}[row.op]
         return {"HGMMA": depth // 16, "UTMALDG": 1}
     if not hasattr(row, "warps"):
         return {}

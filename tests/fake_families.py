@@ -82,6 +82,25 @@ packed = flashattn.explain(*[q.flatten(0, 1)] * 3, cu_seqlens_q=lengths, cu_seql
 found["packed"] = [packed.kernel, packed.rejected["bare"]]
 found["random state changed"] = not torch.equal(state, torch.get_rng_state())
 
+q_wide, wide, odd_wide = (torch.randn(*shape) for shape in (
+    (1, 1, 4, 320), (9, 192, 1, 320), (9, 192, 1, 322)))
+caches = {  # pages or sequences, and values of their own
+    "values in keys": (wide[:1], None), "a view of them": (wide[:1], wide[:1, ..., :256]),
+    "other values": (wide[:1], wide[1:2, ..., :256]), "narrow keys": (wide[:1, ..., :256], None),
+    "odd keys": (wide[:1, ..., :312], None),
+    **{f"pages of {page}": (wide[:, :page], None) for page in (1, 8, 12, 16, 48, 192)},
+    "one sequence of strided pages": (wide[::2, :64], None), "one page": (wide[:1, :64], None),
+    "one sequence of odd pages": (odd_wide[:, :64, :, :320], None),
+    "one sequence of an expanded cache": (wide[:1, :64].expand(3, 64, 1, 320), None),
+    "one page of odd stride": (torch.randn(1, 64 * 320 + 2)[:, :-2].view(1, 64, 1, 320), None),
+    "one row of a page, of odd stride": (odd_wide[:1, :1, :, :320], None)}
+found["caches"] = {}
+for name, (k_cache, v_cache) in caches.items():
+    paged = {} if k_cache.shape[0] == 1 else {"page_table": torch.zeros(1, 2, dtype=torch.int32)}
+    found["caches"][name] = flashattn.explain(
+        q_wide[..., :k_cache.shape[3]], k_cache, v_cache, op="decode", **paged,
+        **({} if v_cache is not None else {"v_head_dim": 256})).rejected.get("latent", "")
+
 for family in _load.CUDA_FAMILIES:
     extension.add_family(importlib.import_module(f"_{family}").family)
 found["table"] = [
@@ -92,4 +111,11 @@ found["table"] = [
         ((64, 64), (72, 72), (128, 128), (192, 128), (192, 192), (256, 256), (512, 512)),
         ([], ["many_queries"], ["softcap", "many_queries"], ["alibi"], ["bias"], ["addressing"],
          ["alignment"]))]
+found["table"] += [
+    [90, "decode", "bfloat16", *dims, needs, next(name for name, why_not in extension.candidates(
+        "decode", "cuda", "bfloat16", *dims, needs, 90, CHIPS[90] << 10) if not why_not)]
+    for dims, needs in itertools.product(
+        ((576, 512), (320, 256), (584, 512), (128, 128)),
+        ([], ["many_queries", "many_rows"], ["own_values"], ["odd_pages"], ["alignment"],
+         ["softcap", "many_queries", "many_rows"]))]
 print(json.dumps(found))

@@ -77,6 +77,8 @@ def dims_of(row) -> tuple[int, int]:
 
 def decode_call(row, name, device) -> dict:
     """Arguments of flashattn.decode: several splits, pages and heads of a group, sequences without a key."""
+    if name.startswith("latent "):
+        return latent(decode_call(row, name.removeprefix("latent "), device))
     shape = {"heads": (8, 2), "dims": dims_of(row), "dtype": getattr(torch, row.dtypes[0])}
     shape["rows"] = rows = min(5, row.rows // 4) if hasattr(row, "rows") else 5  # of q, a group is four heads
     if name == "pages":
@@ -95,8 +97,16 @@ def decode_call(row, name, device) -> dict:
         "latent": {"v_cache": None, "v_head_dim": dims_of(row)[1]}}[name]
 
 
+def latent(arguments):
+    """The call with values in the first columns of the keys."""
+    return {n: t for n, t in arguments.items() if n not in ("v_cache", "v_new")} | {
+        "v_cache": None, "v_head_dim": arguments["v_cache"].shape[-1]}
+
+
 def calls(row) -> list[str]:
     """Names of OPTIONS, or of decode_call, that together ask for all that the row serves."""
+    if row.op == "decode" and "own_values" not in row.serves:
+        return ["latent", "latent pages", "latent splits", "latent packed"]
     if row.op == "decode":
         names = ["cache", "pages", "splits", *(name for name in ("softcap", "alibi") if name in row.serves)]
         names += ["packed"] if "many_queries" in row.serves else []
@@ -626,11 +636,6 @@ def half_cache(device, lengths, **shape):
     return cached(device, lengths, **usual | shape)
 
 
-def latent(arguments):
-    return {n: t for n, t in arguments.items() if n not in ("v_cache", "v_new")} | {
-        "v_cache": None, "v_head_dim": LATENT[1]}
-
-
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("ratio", RATIOS)
@@ -666,6 +671,40 @@ def test_decode_of_every_head_dim(device, dtype, dims):
         for heads in ((16, 1), (128, 1)):
             arguments = cached(device, [150, 1, 64], rows=2, new=1, heads=heads, dims=dims, dtype=dtype)
             check_decode(**latent(arguments), causal=True)
+
+
+@pytest.mark.parametrize("heads", [(1, 1), (16, 1), (64, 1), (128, 1), (16, 2)], ids=str)
+@pytest.mark.parametrize("page_size", [None, 1, 16, 32, 64, 256])
+@pytest.mark.parametrize("rows", range(1, 5))
+def test_latent_decode_of_every_layout(device, rows, page_size, heads):
+    """Around the edges of tiles, and of columns that are no multiple of 64; what must not be read is NaN."""
+    lengths = [0, 1, 63, 64, 65, 127, 128, 129, 1025]
+    dtype = half_dtype(device)
+    for dims in (LATENT, (320, 256), (512, 448)):
+        arguments = latent(cached(device, lengths, rows=rows, heads=heads, dims=dims, dtype=dtype,
+                                  page_size=page_size, leftpad=[0, 0, 5, 63, 64, 64, 128, 0, 700]))
+        for options in ({}, {"causal": True, "sink": torch.randn(heads[0], device=device)},
+                        {"window": (70, 0)}, {"num_splits": 3, "causal": True}, {"batch_invariant": True}):
+            check_decode(**arguments, **options)
+    few = latent(cached(device, lengths, rows=rows, new=rows, heads=heads, dims=LATENT, dtype=dtype,
+                        page_size=page_size))
+    check_decode(**caches.packed(few, [1, *range(1, 1 + rows * 4, rows), *[1 + rows * 4] * 5]), causal=True)
+    if page_size is None:
+        order = ints(device, *reversed(range(len(lengths))))
+        check_decode(**few, cache_batch_idx=order, causal=True)
+
+
+@pytest.mark.parametrize("heads", [16, 128])
+def test_latent_decode_of_logits_far_apart(device, heads):
+    """References grow from tile to tile, in both warpgroups, and some rows much later than others."""
+    arguments = latent(cached(device, [2000, 70], rows=2, heads=(heads, 1), dims=LATENT,
+                              dtype=half_dtype(device)))
+    arguments["k_cache"] *= torch.linspace(0.2, 8, 2002, device=device)[:, None, None]
+    arguments["q"] *= torch.linspace(0.1, 4, heads, device=device)[:, None]
+    check_decode(**arguments, causal=True)
+    arguments |= {"k_cache": arguments["k_cache"].flip(1), "leftpad": ints(device, 2, 1932),
+                  "cache_seqlens": ints(device, 2002, 2002)}
+    check_decode(**arguments, causal=True)
 
 
 @pytest.mark.parametrize("options", [
@@ -924,6 +963,8 @@ DECODES = {  # lengths and the rest of half_cache, then options
     "invariant": ((5000, 33), {"rows": 3}, {"batch_invariant": True}),
     "splits": ((3000, 700), {"dims": (64, 64), "heads": (16, 16)}, {"num_splits": 7}),
     "latent": ((2000, 333), {"dims": LATENT, "heads": (16, 1)}, {}),
+    "latent of many heads": ((4000, 17, 900, 0, 2500), {"dims": LATENT, "heads": (128, 1), "page_size": 64},
+                             {"causal": True}),
 }
 
 
@@ -931,7 +972,7 @@ def decode_of(device, kind):
     """A call to repeat; an append writes the same each time."""
     lengths, shape, options = DECODES[kind]
     arguments = half_cache(device, lengths, **shape)
-    arguments = latent(arguments) if kind == "latent" else arguments
+    arguments = latent(arguments) if kind.startswith("latent") else arguments
     return functools.partial(flashattn.decode, **arguments, **options)
 
 

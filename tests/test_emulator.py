@@ -64,6 +64,7 @@ def test_every_instruction_is_emulated():
 
 FORWARD, BACKWARD = (rf"{op}_sm80_bf16_d64_\d+x\d+" for op in ("forward", "backward"))
 HOPPER = "forward_sm90_bf16_d64_192x128"
+HOPPER_DECODE = r"decode_sm90_bf16_d576v512_\d+x\d+"
 HALVES_BACKWARD = r"backward_sm90_bf16_d192v128_\d+x\d+"
 WIDE_BACKWARD = r"backward_sm90_bf16_d192_\d+x\d+"
 HOPPER_BACKWARD = r"backward_sm90_bf16_d128_\d+x\d+"
@@ -154,6 +155,27 @@ FAULTS = {  # name: rows, file, text, the text that replaces it
         HOPPER, "sm90/forward.cuh", "if (first > 0 || last < C::kKeys)", "if (first > last)"),
     "swizzle of four rows": (
         HOPPER, "sm90/wgmma.cuh", "(index % 8 ^ (row & 7)) << 4", "(index % 8 ^ (row & 3)) << 4"),
+    "weights that are not awaited": (
+        HOPPER_DECODE, "sm90/decode.cuh",
+        "ptx::mbarrier_wait(shared.weights_full(stage), tile / Shared::kStages % 2);", ""),
+    "weights relative to another reference": (
+        HOPPER_DECODE, "sm90/decode.cuh",
+        "if (__any_sync(0xFFFFFFFFu, larger[0] > reference[0] || larger[1] > reference[1]))", "if (false)"),
+    "NaN in values past a sequence's end": (
+        HOPPER_DECODE, "sm90/decode.cuh",
+        "const bool dirty = key < part_first || key + C::kKeys > part_last;", "const bool dirty = false;"),
+    "a tile of keys written over one that is read": (
+        HOPPER_DECODE, "sm90/decode.cuh",
+        "ptx::mbarrier_wait(shared.empty(ring.stage, group), ring.parity ^ 1);", "{}"),
+    "the sum of one warpgroup": (
+        HOPPER_DECODE, "sm90/decode.cuh", "shared.total(part_ring.stage, 1,",
+        "shared.total(part_ring.stage, 0,"),
+    "sums of the part before": (
+        HOPPER_DECODE, "sm90/decode.cuh", "((part_stage * 2 + warpgroup) * C::kRows",
+        "(warpgroup * C::kRows"),
+    "a page of the rows before": (
+        HOPPER_DECODE, "sm90/decode.cuh", "place = rows.find(key, d.page_size);",
+        "place = rows.find(max(key - 8, part.first), d.page_size);"),
     "Q of the step after": (
         HOPPER_BACKWARD, "sm90/backward_block.cuh",
         "ptx::mbarrier_wait(shared.q_empty(q.stage), q.parity ^ 1);", ""),

@@ -221,8 +221,9 @@ def test_what_a_hopper_kernel_knows_of_itself(row):
     assert f"kGeneral = {str('softcap' in row.serves).lower()}" in unit
     assert f"kRows = {row.rows}, kKeys = {row.keys}," in unit and row.keys % 16 == row.rows % 64 == 0
     scores = row.rows // 2 if getattr(row, "halves", False) else row.rows
-    widths = {"forward": (row.keys, row.head_dim_v), "backward": (scores, row.head_dim, row.head_dim_v)}
-    assert row.op == "forward" or f"kBulkSums = {str(row.bulk_sums).lower()}" in unit
+    widths = {"forward": (row.keys, row.head_dim_v), "backward": (scores, row.head_dim, row.head_dim_v),
+              "decode": (row.keys, row.head_dim_v // 2)}
+    assert row.op != "backward" or f"kBulkSums = {str(row.bulk_sums).lower()}" in unit
     assert all(f"Wgmma<DType::{TABLE.DTYPES[row.dtype]}, {n}>" in unit for n in widths[row.op])
     assert ("_few" in row.name) == ("many_queries" not in row.serves) and row.machines == (
         "compute capability 9.0",)
@@ -467,6 +468,35 @@ def test_the_table_on_hopper(faked, dims, needs, forward, backward):
     for op, kernel in (("forward", forward), ("backward", backward)):
         assert re.fullmatch(f"{op}_{kernel}", chosen(faked, 90, op, "bfloat16", *dims, needs))
         assert chosen(faked, 90, op, "float32", *dims, needs) == f"{op}_sm80_f32_simt"
+
+
+@pytest.mark.parametrize(("dims", "needs", "kernel"), [
+    ((576, 512), [], r"sm90_bf16_d576v512_64x64"),
+    ((576, 512), ["many_queries", "many_rows"], r"sm90_bf16_d576v512_64x64"),
+    ((320, 256), [], r"sm90_bf16_d576v512_64x64"),
+    ((576, 512), ["own_values"], r"sm80_bf16_d576v512_16x64"),
+    ((576, 512), ["odd_pages"], r"sm80_bf16_d576v512_16x64"),
+    ((576, 512), ["alignment"], r"sm80_bf16_d576v512_16x64"),
+    ((576, 512), ["softcap", "many_queries", "many_rows"], r"sm80_bf16_d576v512_64x16"),
+    ((584, 512), [], r"sm80_bf16_simt"),
+    ((128, 128), ["own_values"], r"sm80_bf16_d128_8x64"),
+])
+def test_decodes_on_hopper(faked, dims, needs, kernel):
+    assert re.fullmatch(f"decode_{kernel}", chosen(faked, 90, "decode", "bfloat16", *dims, needs))
+
+
+def test_what_a_cache_needs(faked):
+    """Whether its values are its keys, and of its layout: sizes are those of the cache, not of the batch."""
+    served = {name: not reason for name, reason in faked["caches"].items()}
+    assert served == {
+        "values in keys": True, "a view of them": True, "other values": False, "narrow keys": False,
+        "odd keys": False, "pages of 1": False, "pages of 8": True, "pages of 12": False, "pages of 16": True,
+        "pages of 48": True, "pages of 192": True, "one sequence of strided pages": True, "one page": True,
+        "one sequence of odd pages": False, "one sequence of an expanded cache": False,
+        "one page of odd stride": True, "one row of a page, of odd stride": True}
+    assert faked["caches"]["other values"] == faked["caches"]["odd keys"] == (
+        "does not serve a v_cache that is not the first columns of a k_cache of 320, 384, .. columns")
+    assert faked["caches"]["pages of 12"] == "does not serve a page size that is not a multiple of 8"
 
 
 def test_the_table_on_other_chips(faked):

@@ -6,7 +6,9 @@
 #include <cmath>
 
 #include "any/launch.cuh"
+#include "mma/launch.cuh"
 #include "sm90/backward.cuh"
+#include "sm90/decode.cuh"
 #include "sm90/forward.cuh"
 #include "sm90/tensor_map.cuh"
 
@@ -220,6 +222,63 @@ int launch_backward(const BackwardParams& p, void* stream) {
                          f, cuda_stream);
   };
   return launch_backward_rows<C, StatisticsInQuads>(p, cuda_stream, main, !stores);
+}
+
+template <class C>
+constexpr int64_t decode_shared_bytes() {
+  return DecodeShared<C>::kBytes;
+}
+
+// How a decode is divided.  A few multiprocessors may stay idle if then every tile is cut alike, or none is:
+// the result of a part is as large as the keys of two units.
+template <class C>
+Decode divided_decode(const DecodeParams& call) {
+  DecodeParams p = call;
+  const int64_t processors = std::max(1, p.device.processors), rows = p.seqlen_q.rows * (p.heads_q / p.heads_k),
+                tiles = (rows + C::kRows - 1) / C::kRows * p.heads_k * p.batch;
+  if (tiles > 0 && !p.seqlen_q.cu) {
+    const int64_t of_block = (tiles + processors - 1) / processors,
+                  even = tiles < processors ? processors / tiles * tiles : (tiles + of_block - 1) / of_block;
+    if (even >= processors * 9 / 10) p.device.processors = static_cast<int>(even);
+  }
+  return mma::divided<C>(p);
+}
+
+template <class C>
+Workspace decode_workspace(const DecodeParams& p) {
+  Workspace workspace{};
+  workspace.shared_bytes = mma::DecodeWorkspace<C>(divided_decode<C>(p)).bytes;
+  return workspace;
+}
+
+template <class C>
+int launch_decode(const DecodeParams& p, void* stream) {
+  using Shared = DecodeShared<C>;
+  const auto cuda_stream = static_cast<cudaStream_t>(stream);
+  if (const int error = any::launch_append<mma::Element<C>>(p, cuda_stream)) return error;
+  LatentDecode f{};
+  f.d = divided_decode<C>(p);
+  const Decode& d = f.d;
+  if (p.seqlen_q.rows * d.group.value > INT_MAX || d.most_tiles == INT_MAX) return cudaErrorInvalidValue;
+  if (d.most_tiles == 0) return cudaSuccess;
+  if (p.seqlen_k.rows > 0) {  // otherwise nothing reads keys
+    const int64_t rows = p.cache.page_table ? p.cache.page_size : p.seqlen_k.rows;
+    const auto map = [&](CUtensorMap& to, int slabs) {
+      return make_slab_map<C>(to, p.k, p.head_dim, rows, p.heads_k, p.cache.entries, slabs);
+    };
+    int error = map(f.half, Shared::kHalfSlabs);
+    if (!error) error = map(f.tail, Shared::kTailSlabs);
+    if (error) return error;
+  }
+  const int64_t blocks = d.splits > 0 ? d.most_tiles * p.batch * d.splits : d.shares.value,
+                rows_of_tile = mma::rows_to_merge<C>(d),
+                merge_blocks = d.merges * ((rows_of_tile + d.rows_of_merge - 1) / d.rows_of_merge);
+  int error =
+      launch_kernel(decode_kernel<C>, blocks, Shared::kThreads, Shared::kBytes, f, cuda_stream, true);
+  if (!error)
+    error = launch_kernel(mma::merge_kernel<C>, merge_blocks, mma::kMergeThreads,
+                          mma::kMergeWarps * C::kHeadDimV * 4, d, cuda_stream, true);
+  return error;
 }
 
 }  // namespace flashattn::sm90

@@ -36,7 +36,8 @@ __device__ inline void mbarrier_wait(uint32_t barrier, uint32_t parity) {
 // ---- copies of tensor tiles ----------------------------------------------------------------------------
 
 // Hints for the L2 cache, as createpolicy makes them.
-constexpr uint64_t kEvictFirst = 0x12F0000000000000, kEvictLast = 0x14F0000000000000;
+constexpr uint64_t kEvictFirst = 0x12F0000000000000, kEvictLast = 0x14F0000000000000,
+                   kEvictNormal = 0x1000000000000000;
 
 __device__ inline void prefetch_tensormap(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");

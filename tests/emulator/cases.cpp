@@ -235,7 +235,7 @@ Case random_decode_case(const Case& base, bool general, std::mt19937& random) {
   if (now_and_then()) c = rotary(c, one_of({2, 16, base.dim}), random() % 2, random() % 2);
   if (!c.batch_invariant && now_and_then()) c.cache.splits = one_of({1, 2, 3, 7});
   if (now_and_then()) c.dim_v = std::max(8, c.dim_v - 16);
-  c.cache.v_in_k = c.dim_v <= c.dim && now_and_then();
+  c.cache.v_in_k |= c.dim_v <= c.dim && now_and_then();
   if (!general) return c;
   if (now_and_then()) c.softcap = 3;
   if (now_and_then()) c.alibi = one_of({1, 2});
@@ -256,10 +256,10 @@ std::vector<Case> make_cases(int dim, int dim_v, bool general, int random_cases)
   return cases;
 }
 
-std::vector<Case> make_decode_cases(int dim, int dim_v, bool general, int random_cases) {
+std::vector<Case> make_decode_cases(int dim, int dim_v, bool general, bool v_in_k, int random_cases) {
   Case base;
   base.dim = dim ? dim : 72, base.dim_v = dim_v ? dim_v : 40;
-  base.used_k = true;
+  base.used_k = true, base.cache.v_in_k = v_in_k;
   std::vector<Case> cases;
   for (auto* add : {add_caches, add_windows, add_rotary, add_splits, add_many}) add(base, cases);
   if (general) add_decode_scores(base, cases);

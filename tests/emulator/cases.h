@@ -12,7 +12,7 @@ namespace emulator {
 // plain rows do not serve; general rows need not serve all of them.
 std::vector<Case> make_cases(int dim, int dim_v, bool general, int random_cases);
 
-// The same for a decode.
-std::vector<Case> make_decode_cases(int dim, int dim_v, bool general, int random_cases);
+// The same for a decode; with v_in_k values lie in the keys of all of them.
+std::vector<Case> make_decode_cases(int dim, int dim_v, bool general, bool v_in_k, int random_cases);
 
 }  // namespace emulator

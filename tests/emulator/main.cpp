@@ -130,9 +130,11 @@ struct Counts {
 
 template <class Params>
 void run_kernel(const Instance<Params>& kernel, DType dtype, const Arguments& arguments, Counts& counts) {
-  const auto cases = (kDecode<Params> ? make_decode_cases : make_cases)(
-      static_cast<int>(kernel.head_dim), static_cast<int>(kernel.head_dim_v),
-      kernel.serves & set_of(Need::softcap), arguments.random_cases);
+  const auto dim = static_cast<int>(kernel.head_dim), dim_v = static_cast<int>(kernel.head_dim_v);
+  const bool general = kernel.serves & set_of(Need::softcap),
+             v_in_k = !(kernel.serves & set_of(Need::own_values));
+  const auto cases = kDecode<Params> ? make_decode_cases(dim, dim_v, general, v_in_k, arguments.random_cases)
+                                     : make_cases(dim, dim_v, general, arguments.random_cases);
   for (int number = 0; number < static_cast<int>(cases.size()); ++number) {
     if (number % arguments.parts != arguments.part) continue;
     if (arguments.only_case >= 0 && number != arguments.only_case) continue;

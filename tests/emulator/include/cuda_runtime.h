@@ -118,6 +118,7 @@ inline bool __any_sync(uint32_t mask, bool x, emulator::Site site = {}) {
 inline bool __all_sync(uint32_t mask, bool x, emulator::Site site = {}) {
   return __ballot_sync(mask, x, site) == mask;
 }
+inline int __popc(uint32_t x) { return __builtin_popcount(x); }
 
 template <class T>
 T atomicAdd(T* to, T x) {

@@ -18,7 +18,7 @@ inline void mbarrier_wait(uint32_t barrier, uint32_t parity, Site site = {}) {
   emulator::wait_for_barrier(barrier, parity, site);
 }
 
-constexpr uint64_t kEvictFirst = 0, kEvictLast = 1;
+constexpr uint64_t kEvictFirst = 0, kEvictLast = 1, kEvictNormal = 2;
 inline void prefetch_tensormap(const CUtensorMap*) {}
 
 // Where a byte of a swizzled slab lies: bits 4 to 6 of its address are changed by bits 7 to 9.
@@ -27,10 +27,10 @@ inline uint8_t* swizzled(uint32_t offset) { return shared_memory + (offset ^ (of
 // Calls f(shared memory, global memory or null where the tensor has nothing) for each element of the box.
 template <class F>
 void each_of_box(uint32_t address, const CUtensorMap& map, const int (&first)[5], F f) {
-  for (unsigned row = 0; row < map.box[2]; ++row)
-    for (unsigned group = 0; group < map.box[1]; ++group)
+  for (unsigned outer = 0; outer < map.box[2]; ++outer)
+    for (unsigned inner = 0; inner < map.box[1]; ++inner)
       for (unsigned column = 0; column < map.box[0]; ++column) {
-        const int64_t place[5] = {first[0] + column, first[1] + group, first[2] + row, first[3], first[4]};
+        const int64_t place[5] = {first[0] + column, first[1] + inner, first[2] + outer, first[3], first[4]};
         const int64_t steps[5] = {2, map.strides[0], map.strides[1], map.strides[2], map.strides[3]};
         bool inside = true;
         int64_t offset = 0;
@@ -38,7 +38,7 @@ void each_of_box(uint32_t address, const CUtensorMap& map, const int (&first)[5]
           inside &= place[i] >= 0 && place[i] < map.sizes[i];
           offset += place[i] * steps[i];
         }
-        const uint32_t to = address - emulator::kSharedWindow + (row * map.box[1] + group) * 128 + column * 2;
+        const uint32_t to = address - emulator::kSharedWindow + (outer * map.box[1] + inner) * 128 + column * 2;
         f(swizzled(to), inside ? map.data + offset : nullptr);
       }
 }
@@ -159,14 +159,18 @@ struct EmulatedWgmma {
     emulator::collective("wgmma", site, emulator::kFullMask, mine, [warp_row](Arguments** lanes) {
       float left[16][16], right[16][n];
       const uint32_t b = start(lanes[0]->b), slab = start(lanes[0]->b >> 16);
+      const auto in_group = [](uint64_t descriptor, int row) {  // of 8 rows
+        return row / 8 * start(descriptor >> 32) + row % 8 * 128;
+      };
       for (int k = 0; k < 16; ++k)
         for (int j = 0; j < n; ++j)
-          right[k][j] = element(rows_are_k ? b + j / 64 * slab + k * 128 + j % 64 * 2 : b + j * 128 + k * 2);
+          right[k][j] = element(rows_are_k ? b + j / 64 * slab + in_group(lanes[0]->b, k) + j % 64 * 2
+                                           : b + in_group(lanes[0]->b, j) + k * 2);
       for (int row = 0; row < 16; ++row)
         for (int k = 0; k < 16; ++k) {
           const uint32_t* a = lanes[row % 8 * 4 + k % 8 / 2]->a_registers;
           left[row][k] = a ? number(static_cast<uint16_t>(a[row / 8 + k / 8 * 2] >> k % 2 * 16))
-                           : element(start(lanes[0]->a) + (warp_row + row) * 128 + k * 2);
+                           : element(start(lanes[0]->a) + in_group(lanes[0]->a, warp_row + row) + k * 2);
         }
       for (int lane = 0; lane < emulator::kWarpSize; ++lane)
         for (int e = 0; e < n / 2; ++e) {

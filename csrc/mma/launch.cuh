@@ -67,16 +67,11 @@ inline bool in_chunks(const Tensor4& x, int64_t columns) {
          ((x.batch | x.row | x.head) % kChunk) == 0;
 }
 
-// Blocks that have a tile together: twice the key warps of those that have shares of everything, so that one
-// a multiprocessor will do, and rings that leave room for a block of the call behind.
-template <class C>
-struct Team : C {
-  static constexpr bool kExists = C::kArch >= 80 && C::kRowWarps == 1 && C::kMinBlocks == 2;
-  static constexpr int kKeyWarps = 2 * C::kKeyWarps, kStages = 3,
-                       kMinBlocks = C::kRowBlocks == 1 && C::kHeadDim <= 128 ? 2 : 1;
-};
+inline int64_t most_units(const DecodeParams& p) {  // of a tile
+  return std::max<int64_t>(1, (p.seqlen_k.rows + kUnitKeys - 1) / kUnitKeys);
+}
 
-// How a decode is divided, and what of it waits for the merge.
+// How a decode is divided into shares or splits, and what of it waits for the merge.
 template <class C>
 Decode divided(const DecodeParams& p) {
   constexpr int64_t kRows = DecodeTiles<C>::kRows;
@@ -86,7 +81,7 @@ Decode divided(const DecodeParams& p) {
   d.chunk_columns = C::kHeadDimV;
   d.chunks = std::max(1, static_cast<int>((p.head_dim_v + C::kHeadDimV - 1) / C::kHeadDimV));
   const int64_t tiles = (p.seqlen_q.rows * group + kRows - 1) / kRows * d.chunks * p.heads_k,
-                units = std::max<int64_t>(1, (p.seqlen_k.rows + kUnitKeys - 1) / kUnitKeys);
+                units = most_units(p);
   d.group = Divisor(static_cast<unsigned>(group));
   d.page_size = Divisor(static_cast<unsigned>(clamp(p.cache.page_size, 1, INT_MAX)));
   d.window_left = static_cast<int>(std::min<int64_t>(p.score.window_left, 1 << 30));
@@ -112,32 +107,53 @@ Decode divided(const DecodeParams& p) {
     d.merges = d.merge_by_tile ? tiles * p.batch : cuts;
     d.slots = 2 * d.shares.value * alike;
   }
-  if (Team<C>::kExists && p.splits == 0 && d.splits == 0 && !p.seqlen_q.cu && !p.seqlen_q.used &&
-      d.chunks == 1 && DecodeTiles<Team<C>>::kTeamBytes <= p.device.shared_bytes) {
-    const bool equal = !p.seqlen_k.cu && !p.seqlen_k.used && !p.cache.leftpad;
-    d.known_places = equal && !p.cache.batch_index;
-    const TeamSize team =
-        team_size(tiles * p.batch, units, equal || p.batch == 1, p.device.processors, Team<C>::kMinBlocks,
-                  code_capability<decode_kernel<C>>(p.device.capability));
-    if (team.blocks > 0) d.team = Divisor(static_cast<unsigned>(team.blocks));
-    d.cluster = team.cluster;
-  }
-  if (d.team.value > 0) {
-    d.tiles = Divisor(static_cast<unsigned>(tiles));
-    const int64_t numbers = rows_to_merge<C>(d) * DecodeTiles<C>::kFours;
-    d.slice = Divisor(static_cast<unsigned>((numbers + d.team.value - 1) / d.team.value));
-    d.slots = std::max(d.slots, tiles * p.batch * d.team.value);
-    if (d.cluster || d.team.value == 1) d.merges = d.slots = 0;
-  }
   // A few merges have many parts each.
   d.rows_of_merge = d.merges * rows_to_merge<C>(d) <= 2 * p.device.processors ? 1 : kMergeWarps;
+  return d;
+}
+
+// Blocks that have a tile together: twice the key warps of those that have shares of everything, so that one
+// a multiprocessor will do, and rings that leave room for a block of the call behind.
+template <class C>
+struct Team : C {
+  static constexpr bool kExists = C::kArch >= 80 && C::kRowWarps == 1 && C::kMinBlocks == 2;
+  static constexpr int kKeyWarps = 2 * C::kKeyWarps, kStages = 3,
+                       kMinBlocks = C::kRowBlocks == 1 && C::kHeadDim <= 128 ? 2 : 1;
+};
+
+// Teams in the place of shares, where they are better.
+template <class C>
+void form_teams(Decode& d) {
+  if (d.splits > 0 || d.seqlen_q.cu || d.seqlen_q.used || d.chunks > 1 ||
+      DecodeTiles<Team<C>>::kTeamBytes > d.device.shared_bytes)
+    return;
+  const int64_t tiles = d.most_tiles * d.batch;
+  const bool equal = !d.seqlen_k.cu && !d.seqlen_k.used && !d.cache.leftpad;
+  const TeamSize team =
+      team_size(tiles, most_units(d), equal || d.batch == 1, d.device.processors, Team<C>::kMinBlocks,
+                code_capability<decode_kernel<C>>(d.device.capability));
+  if (team.blocks == 0) return;
+  d.team = Divisor(static_cast<unsigned>(team.blocks));
+  d.cluster = team.cluster;
+  d.known_places = equal && !d.cache.batch_index;
+  d.tiles = Divisor(static_cast<unsigned>(d.most_tiles));
+  const int64_t numbers = rows_to_merge<C>(d) * DecodeTiles<C>::kFours;
+  d.slice = Divisor(static_cast<unsigned>((numbers + team.blocks - 1) / team.blocks));
+  d.slots = std::max(d.slots, tiles * team.blocks);
+  if (d.cluster || team.blocks == 1) d.merges = d.slots = 0;
+}
+
+template <class C>
+Decode divided_in_teams(const DecodeParams& p) {
+  Decode d = divided<C>(p);
+  if constexpr (Team<C>::kExists) form_teams<C>(d);
   return d;
 }
 
 template <class C>
 Workspace decode_workspace(const DecodeParams& p) {
   Workspace workspace{};
-  workspace.shared_bytes = DecodeWorkspace<C>(divided<C>(p)).bytes;
+  workspace.shared_bytes = DecodeWorkspace<C>(divided_in_teams<C>(p)).bytes;
   return workspace;
 }
 
@@ -153,7 +169,7 @@ template <class C>
 int launch_decode(const DecodeParams& p, void* stream) {
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
   if (const int error = any::launch_append<Element<C>>(p, cuda_stream)) return error;
-  Decode d = divided<C>(p);
+  Decode d = divided_in_teams<C>(p);
   if (p.seqlen_q.rows * d.group.value > INT_MAX || d.most_tiles == INT_MAX) return cudaErrorInvalidValue;
   if (d.most_tiles == 0) return cudaSuccess;
   const bool overlap = code_capability<decode_kernel<C>>(p.device.capability) >= 90;

@@ -234,7 +234,8 @@ constexpr int64_t decode_shared_bytes() {
 template <class C>
 Decode divided_decode(const DecodeParams& call) {
   DecodeParams p = call;
-  const int64_t processors = std::max(1, p.device.processors), rows = p.seqlen_q.rows * (p.heads_q / p.heads_k),
+  const int64_t processors = std::max(1, p.device.processors),
+                rows = p.seqlen_q.rows * (p.heads_q / p.heads_k),
                 tiles = (rows + C::kRows - 1) / C::kRows * p.heads_k * p.batch;
   if (tiles > 0 && !p.seqlen_q.cu) {
     const int64_t of_block = (tiles + processors - 1) / processors,
@@ -270,11 +271,10 @@ int launch_decode(const DecodeParams& p, void* stream) {
     if (!error) error = map(f.tail, Shared::kTailSlabs);
     if (error) return error;
   }
-  const int64_t blocks = d.splits > 0 ? d.most_tiles * p.batch * d.splits : d.shares.value,
+  const int64_t blocks = d.splits > 0 ? d.most_tiles * p.batch * d.splits : d.shares.value * d.alike.value,
                 rows_of_tile = mma::rows_to_merge<C>(d),
                 merge_blocks = d.merges * ((rows_of_tile + d.rows_of_merge - 1) / d.rows_of_merge);
-  int error =
-      launch_kernel(decode_kernel<C>, blocks, Shared::kThreads, Shared::kBytes, f, cuda_stream, true);
+  int error = launch_kernel(decode_kernel<C>, blocks, Shared::kThreads, Shared::kBytes, f, cuda_stream, true);
   if (!error)
     error = launch_kernel(mma::merge_kernel<C>, merge_blocks, mma::kMergeThreads,
                           mma::kMergeWarps * C::kHeadDimV * 4, d, cuda_stream, true);

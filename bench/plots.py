@@ -218,6 +218,7 @@ def _heads(r: dict) -> str:
 
 def _errors(dtypes: tuple[str, ...], tensors: tuple[str, ...]):
     def draw(records):
+        from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
         rows = [r for r in records["exact"]["rows"] if "max" in r and r["dtype"] in dtypes
                 and r["tensor"] in tensors]
         panels = grouped(rows, *(("dtype", "name") if len(dtypes) > 1 else ("name", "tensor")))
@@ -235,6 +236,10 @@ def _errors(dtypes: tuple[str, ...], tensors: tuple[str, ...]):
                     axis.plot(r[name], y, color=colour, marker=marker, linestyle="",
                               markersize=8 if marker == "|" else 4)
             axis.set_xscale("log")
+            axis.xaxis.set_major_locator(LogLocator(subs=(1, 3)))
+            axis.xaxis.set_major_formatter(
+                FuncFormatter(lambda value, _: f"{value:.0e}".replace("e-0", "e-")))
+            axis.xaxis.set_minor_formatter(NullFormatter())
             axis.set_yticks(range(len(peers)), [LOOK[peer][2] for peer in peers])
             axis.set_ylim(len(peers) - 0.5, -0.5)
             r = group[0]

@@ -1,6 +1,7 @@
 import contextlib
 import json
 import time
+from collections import Counter
 
 import pytest
 import torch
@@ -44,10 +45,24 @@ def pytest_runtest_setup(item):
 
 
 class Results:
-    """A line of JSON for each test; of one that fails, for each part that fails."""
+    """A line of JSON that says how many tests each file has, then one for each test; of one that fails, for
+    each part that fails."""
 
     def __init__(self, path):
-        self.file = open(path, "a", buffering=1)
+        self.file, self.collected = open(path, "a", buffering=1), False
+
+    def pytest_collection_finish(self, session):
+        self.collect(item.nodeid for item in session.items)
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_node_collection_finished(self, node, ids):
+        self.collect(ids)
+
+    def collect(self, ids):
+        if not self.collected:                                           # every worker collects the same
+            counts = Counter(test.partition("::")[0].rpartition("/")[2] for test in ids)
+            self.file.write(json.dumps({"collected": counts}) + "\n")
+            self.collected = True
 
     def pytest_runtest_logreport(self, report):
         if report.when == "call" or report.outcome != "passed":

@@ -161,11 +161,12 @@ class Run:
                            str(results), "-n", str(workers), "-p", "no:cacheprovider", *arguments],
                           **variables)
 
-    def results(self, name: str, child: subprocess.Popen) -> tuple[bool, list[dict]]:
-        """Whether the tests of a part came to their end, and their results."""
+    def results(self, name: str, child: subprocess.Popen) -> tuple[bool, dict, list[dict]]:
+        """Whether the tests of a part came to their end, how many each file has, and their results."""
         status, results = self.wait(child), SCRATCH / f"{name}.jsonl"
-        lines = results.read_text().splitlines() if results.exists() else []
-        return status is not None and status not in (2, 3, 4), [json.loads(line) for line in lines]
+        lines = [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
+        collected = lines[0]["collected"] if lines else {}
+        return status is not None and status not in (2, 3, 4), collected, lines[1:]
 
     def parts(self, names: list[str], families: list[str], files: list[str], workers: int,
               checkers: int, some: str) -> None:
@@ -200,7 +201,7 @@ class Run:
                            *(f"tests/{file}" for file in files), **first(card))
 
     def tested(self, family: str, files: list[str], child: subprocess.Popen) -> None:
-        finished, results = self.results(family, child)
+        finished, collected, results = self.results(family, child)
         outcomes = defaultdict(Counter)
         for result in results:
             file = Path(result["test"].partition("::")[0]).name
@@ -209,7 +210,8 @@ class Run:
         of_family = self.receipt["suite"].setdefault(family, {})
         for file in files:
             counts = {key: round(outcomes[file][key]) for key in ("passed", "failed", "skipped", "seconds")}
-            of_family[file] = {"finished": finished} | counts
+            ran = counts["passed"] + counts["failed"] + counts["skipped"]
+            of_family[file] = {"finished": finished or ran == collected.get(file)} | counts
         again = tuple(f"{family} tests/{file}::" for file in files)
         self.receipt["failures"] = sorted({
             *(failure for failure in self.receipt["failures"] if not failure.startswith(again)),
@@ -225,17 +227,17 @@ class Run:
             log.unlink()
         program = shutil.which("compute-sanitizer") or f"{_build.cuda_home()}/bin/compute-sanitizer"
         command = [program, "--tool", tool, "--log-file", f"{SCRATCH}/{tool}.%p.log", "--print-limit", "0",
-                   "--target-processes", "all", "--report-api-errors", "no", "--show-backtrace", "no",
-                   "--base-port", str(49152 + 100 * TOOLS.index(tool)), "--max-connections", "100"]
+                   "--target-processes", "all", "--report-api-errors", "no", "--show-backtrace", "no"]
         if tool != "initcheck":  # which must see who writes what our kernels read
             command += ["--kernel-name", "kns=flashattn"]
+        time.sleep(3)  # of two that start at once one may end at once
         last = time.time() + self.end - time.monotonic() - MARGIN
         return self.pytest(tool, workers, "tests/test_cuda.py::test_row", "--oracle", "cpu", "--rows",
                            ",".join(unseen(self.receipt, tool, some)), "--until", str(last), before=command,
                            PYTORCH_NO_CUDA_MEMORY_CACHING="1", **first(card))
 
     def sanitized(self, tool: str, child: subprocess.Popen) -> None:
-        finished, results = self.results(tool, child)
+        finished, _, results = self.results(tool, child)
         text = "".join(log.read_text(errors="replace") for log in SCRATCH.glob(f"{tool}.*.log"))
         ledger = json.loads(LEDGER.read_text())[tool]
         faults = [" ".join(match.groups()) for match in FAULT.finditer(text)]

@@ -431,3 +431,11 @@ def test_what_is_allowed_is_not_found(tree, path, line):
     file.parent.mkdir(exist_ok=True)
     file.write_text(f"{line}\n")
     assert not [text for text in boundaries.violations(tree) if text.startswith(path)]
+
+
+@pytest.mark.skipif(not shutil.which("patch"), reason="no patch program")
+@pytest.mark.parametrize("fault", sorted(path.name for path in ROOT.glob("tests/mutants/*.patch")))
+def test_a_planted_fault_fits_the_sources(fault):
+    """Whether the tests catch it, tests/mutants/run.py tells."""
+    subprocess.run(["patch", "-p1", "--dry-run", "--silent", "--force", "-i", ROOT / "tests/mutants" / fault],
+                   cwd=ROOT, check=True)

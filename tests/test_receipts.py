@@ -46,7 +46,7 @@ def test_what_ran_was_good(receipt):
             assert counts["passed"] and not counts["failed"], f"{family} {file}"
     assert receipt["sanitizers"].keys() <= set(run.TOOLS)
     for tool, found in receipt["sanitizers"].items():
-        assert not found["failures"] and not found["faults"], tool
+        assert found["rows"] and not found["failures"] and not found["faults"], tool
 
 
 def test_explained_faults_have_a_reason():

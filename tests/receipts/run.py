@@ -173,8 +173,8 @@ class Run:
         """The sanitizers run beside the suites; with more than one card, suites run beside each other too."""
         if "build" in names:
             self.build()
-        sanitizers = {tool: self.sanitizer(tool, i, checkers, some)
-                      for i, tool in enumerate(TOOLS) if tool in names and unseen(self.receipt, tool, some)}
+        sanitizers = {tool: self.sanitizer(tool, left, i, checkers) for i, tool in enumerate(TOOLS)
+                      if tool in names and (left := unseen(self.receipt, tool, some))}
         suites = {}
         for card, family in enumerate(families if "suite" in names else ()):
             if time.monotonic() < self.end:
@@ -219,10 +219,10 @@ class Run:
         if "test_cuda.py" in files:
             self.receipt["rows"] |= outcomes_of_rows(results, family)
 
-    def sanitizer(self, tool: str, card: int, workers: int, some: str) -> subprocess.Popen:
-        """Starts compute-sanitizer over those of the rows that it has not seen.  Tests that would begin too
-        late are skipped, so that it comes to its end and writes down what it found.  The oracle stays off the
-        card: products of torch end with a hardware exception under racecheck."""
+    def sanitizer(self, tool: str, names: list[str], card: int, workers: int) -> subprocess.Popen:
+        """Starts compute-sanitizer over these rows.  Tests that would begin too late are skipped, so that it
+        comes to its end and writes down what it found.  The oracle stays off the card: products of torch end
+        with a hardware exception under racecheck."""
         for log in SCRATCH.glob(f"{tool}.*.log"):
             log.unlink()
         program = shutil.which("compute-sanitizer") or f"{_build.cuda_home()}/bin/compute-sanitizer"
@@ -233,7 +233,7 @@ class Run:
         time.sleep(3)  # of two that start at once one may end at once
         last = time.time() + self.end - time.monotonic() - MARGIN
         return self.pytest(tool, workers, "tests/test_cuda.py::test_row", "--oracle", "cpu", "--rows",
-                           ",".join(unseen(self.receipt, tool, some)), "--until", str(last), before=command,
+                           ",".join(names), "--until", str(last), before=command,
                            PYTORCH_NO_CUDA_MEMORY_CACHING="1", **first(card))
 
     def sanitized(self, tool: str, child: subprocess.Popen) -> None:

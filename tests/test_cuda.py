@@ -52,6 +52,15 @@ def same(results, wanted):
         assert_identical(ours, clean, name)
 
 
+def warm_up(device, call):
+    """Calls it once on another stream, as there must be before a capture."""
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        call()
+    torch.cuda.current_stream(device).wait_stream(stream)
+
+
 def half(device, **shape):
     """q, k, v, dout in a dtype of the tensor cores."""
     sm75 = torch.cuda.get_device_capability(device) < (8, 0) or _load.extension().forced_family() == "sm75"
@@ -395,11 +404,7 @@ def test_graph_with_other_contents(device, kind):
                     "seed": torch.tensor([5], device=device)}
         options["dropout_p"] = 0.2
     call = functools.partial(train, q, k, v, dout, **layout, **options, **contents)
-    stream = torch.cuda.Stream(device)
-    stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):
-        call()
-    torch.cuda.current_stream(device).wait_stream(stream)
+    warm_up(device, call)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="global"):
         results = call()
@@ -750,11 +755,7 @@ def test_graph_of_a_decode_with_other_lengths(device, division):
     q, k, v, _ = half(device, batch=batch, len_q=rows, len_k=len_k, heads=heads, dims=(128, 128))
     lengths = ints(device, *[len_k] * batch)
     call = functools.partial(flashattn.decode, q, k, v, cache_seqlens=lengths, return_lse=True)
-    stream = torch.cuda.Stream(device)
-    stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):
-        call()
-    torch.cuda.current_stream(device).wait_stream(stream)
+    warm_up(device, call)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         results = call()
@@ -916,11 +917,7 @@ def test_graph_of_decodes_with_other_contents(device, page_size, batch_invariant
     arguments |= {"causal": True, "rotary_cos": angles.cos(), "rotary_sin": angles.sin(),
                   "batch_invariant": batch_invariant, "return_lse": True}
     shuffle()
-    stream = torch.cuda.Stream(device)
-    stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):
-        flashattn.decode(**arguments)
-    torch.cuda.current_stream(device).wait_stream(stream)
+    warm_up(device, functools.partial(flashattn.decode, **arguments))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="global"):
         results = flashattn.decode(**arguments)

@@ -37,8 +37,12 @@ def interleave(
     settled: float = 0.01,
     settings: Mapping[str, Callable[[], AbstractContextManager]] | None = None,
     clock: Callable[[], float] = time.perf_counter,
+    failed: dict[str, str] | None = None,
 ) -> dict[str, list[float]]:
     """Seconds a call, one sample a round and peer; the calls are warm.
+
+    Who fails before the rounds begin takes no part, and `failed` gets the reason; without `failed` the error
+    is raised.
 
     Short calls are repeated until a sample lasts `sample_s`.  Rounds end when every spread over the root of
     the number of rounds is below `settled` (from five rounds on), when another round would pass `budget_s`,
@@ -57,10 +61,15 @@ def interleave(
     start = clock()
     repeats = {name: 1 for name in calls}
     for name in calls:
-        while repeats[name] * (once := seconds(name, repeats[name])) < sample_s:
-            repeats[name] = max(2 * repeats[name], min(math.ceil(sample_s / once), 10 * repeats[name]))
-    samples = {name: [] for name in calls}
-    order = list(calls)
+        try:
+            while repeats[name] * (once := seconds(name, repeats[name])) < sample_s:
+                repeats[name] = max(2 * repeats[name], min(math.ceil(sample_s / once), 10 * repeats[name]))
+        except Exception as error:
+            if failed is None:
+                raise
+            failed[name] = reason(error)
+    samples = {name: [] for name in calls if name not in (failed or ())}
+    order = list(samples)
     gc.collect()
     gc.disable()
     try:
@@ -214,12 +223,13 @@ def time_shape(
         takers, missing = prepared(shape, peers, make)
         if not takers:
             return [], missing
-        found = {name: made.results for name, made in takers.items()}
-        for name, why in check_agreement(shape, found).items():
-            missing.append({"name": shape.name, "peer": name, "reason": why})
-            del takers[name]
-        samples = interleave({name: made.call for name, made in takers.items()}, budget_s=budget_s,
-                             settings={peer.name: peer.setting for peer in peers}, **on_device)
+        failed = check_agreement(shape, {name: made.results for name, made in takers.items()})
+        for made in takers.values():
+            made.results.clear()  # their memory is the calls'
+        samples = interleave({name: made.call for name, made in takers.items() if name not in failed},
+                             budget_s=budget_s, settings={peer.name: peer.setting for peer in peers},
+                             failed=failed, **on_device)
+        missing += [{"name": shape.name, "peer": name, "reason": why} for name, why in failed.items()]
     rows = []
     for name, times in samples.items():
         seconds = statistics.median(times) / takers[name].count

@@ -267,6 +267,17 @@ def test_a_sample_is_taken_inside_the_settings_of_its_peer():
     assert set(seen) == {("a", "a"), ("b", "b")} and not inside
 
 
+def test_who_fails_before_the_rounds_takes_no_part():
+    def fail():
+        raise torch.OutOfMemoryError("too much")
+
+    clock, failed = Clock({"a": 1.0, "b": 2.0}), {}
+    samples = interleave(clock.calls() | {"c": fail}, budget_s=0, clock=clock, failed=failed)
+    assert samples == {"a": [1.0] * 3, "b": [2.0] * 3} and failed == {"c": "OutOfMemoryError: too much"}
+    with pytest.raises(torch.OutOfMemoryError, match="too much"):
+        interleave({"c": fail}, budget_s=0, clock=clock)
+
+
 def test_spread_is_the_interquartile_range_over_the_median():
     assert spread([1.0, 2.0, 3.0, 4.0, 5.0]) == pytest.approx(2 / 3)
 

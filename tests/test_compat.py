@@ -160,7 +160,9 @@ def attend(q, k, v, *, causal=False, window=(-1, -1), softcap=0.0, slopes=None, 
 
 
 def product(equation: str, a: Tensor, b: Tensor) -> Tensor:
-    """Rounded once, as matrix products of a GPU are; a CPU's in 16 bits are slow."""
+    """A product of matrices in their dtype: a CPU's in 16 bits is slow, so that one in float32 is rounded."""
+    if a.is_cuda:
+        return torch.einsum(equation, a, b)
     return torch.einsum(equation, a.float(), b.float()).to(a.dtype)
 
 
@@ -232,7 +234,9 @@ def kv_heads(case, heads: int = 6, gqa: int = 2) -> int:
 
 
 def window_of(case, len_k: int) -> tuple[int, int]:
-    return tuple(torch.randint(0, len_k, (2,)).tolist()) if case.local else (-1, -1)
+    """The window that FlashAttention's tests draw for so many keys: with seed 0."""
+    drawn = torch.randint(0, len_k, (2,), generator=torch.Generator().manual_seed(0))
+    return tuple(drawn.tolist()) if case.local else (-1, -1)
 
 
 def next_seed(device, start: int) -> Tensor:
@@ -663,7 +667,7 @@ def fa3_inputs(case, device, batch, len_q, len_k):
     dim, dim_v, *qv = case.dims
     shapes = [(len_q, 6, dim), (len_k, kv_heads(case), dim), (len_k, kv_heads(case), dim_v)]
     q, *others = (rand(device, case.dtype, batch, *shape) for shape in shapes + [(len_q, 6, dim_v)] * len(qv))
-    return [q * (case.softcap or 1), *others]
+    return [q * (case.softcap / 4 or 1), *others]
 
 
 def fa3_rule(case) -> dict:

@@ -199,9 +199,11 @@ def check(ours, formula, leaves, *, out=(2, 0), grads=(2, 0), roundings=0, trans
         if grads is not None:
             if transposed:
                 o = o.transpose(0, 1)
-            if dout is None:
+            if dout is None and transposed:
                 dout = torch.randn(o.shape[0], 2 * o.shape[1], *o.shape[2:], dtype=o.dtype, device=o.device)
-                dout = dout[:, ::2] if transposed else dout[:, ::2].contiguous()
+                dout = dout[:, ::2]
+            elif dout is None:
+                dout = torch.randn_like(o)
             found += torch.autograd.grad(o, inputs, dout)
         results.append((found, lse))
     (ours, our_lse), (ref, ref_lse), (plain, _) = results
@@ -1091,7 +1093,7 @@ def test_transformers_flash_path(version, device, monkeypatch):
     monkeypatch.setitem(sys.modules, "flash_attn_interface", flash_attn_interface)
     for name in ("_loaded_implementation", "_flash_fn", "_flash_varlen_fn", "_flash_with_kvcache_fn",
                  "_pad_fn", "_unpad_fn", "_process_flash_kwargs_fn", "_process_with_kvcache_kwargs_fn"):
-        monkeypatch.setattr(utils, name, None)
+        monkeypatch.setattr(utils, name, None, raising=False)            # not every version has all
     implementation = f"flash_attention_{version}"
     functions = utils._lazy_imports(implementation)
     module = flash_attn if version == 2 else flash_attn_interface

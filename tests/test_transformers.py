@@ -53,6 +53,7 @@ def build(kind, device="cpu", **changes):
     elif kind == "t5":
         model = transformers.T5ForConditionalGeneration(transformers.T5Config(
             vocab_size=97, d_model=48, d_kv=8, d_ff=64, num_layers=2, num_heads=6, dropout_rate=0.0,
+            feed_forward_proj="gated-gelu",                              # a rectifier's gradient jumps
             decoder_start_token_id=0))
     elif kind == "llama":
         model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**(DECODER | changes)))

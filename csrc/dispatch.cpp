@@ -74,6 +74,19 @@ uint32_t needs_beside_keys(const ForwardParams& p) {
          needs(p.out, p.seqlen_q, p.heads_q, p);
 }
 
+// Are there too few tiles of queries, all keys of which go through one block, to occupy the device?  Heads of
+// a group lie in one tile if their number is a power of two and no sequence is packed.  Whoever forces a
+// family gets it all the same.
+bool few_rows(const DecodeParams& p) {
+  if (!family().empty()) return false;
+  constexpr int64_t kTileRows = 128, kSmallTile = 16;
+  const int64_t group = p.heads_q / p.heads_k, together = p.seqlen_q.cu || group & (group - 1) ? 1 : group;
+  const int64_t queries =
+      p.seqlen_q.cu ? p.seqlen_q.total / std::max<int64_t>(1, p.batch) : p.seqlen_q.rows;
+  const int64_t tiles = divide_up(queries * together, kTileRows) * (p.heads_q / together) * p.batch;
+  return queries * together <= kSmallTile || 2 * tiles < p.device.processors;
+}
+
 }  // namespace
 
 void force_family(const std::string& name) { family() = name; }
@@ -127,7 +140,9 @@ uint32_t needs(const DecodeParams& p) {
          need_if(any || rows > kTile, Need::many_queries) |
          need_if(any || rows > kSmallTile, Need::many_rows) |
          need_if(!in_keys || p.head_dim <= kWide || p.head_dim % kSlab != 0, Need::own_values) |
-         need_if(paged && page % kGroup != 0, Need::odd_pages);
+         need_if(paged && page % kGroup != 0, Need::odd_pages) |
+         need_if(p.cache.leftpad, Need::leftpad) |
+         need_if(p.batch_invariant || p.splits > 0 || few_rows(p), Need::few_rows);
 }
 
 uint32_t needs(const BackwardParams& p) {

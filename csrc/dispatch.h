@@ -44,7 +44,9 @@ constexpr std::pair<const char*, const char*> kNeeds[] = {
     {"addressing", "a stride of 0 or too large for TMA"},
     {"max_logit", "return_max_logit"},
     {"own_values", "a v_cache that is not the first columns of a k_cache of 320, 384, .. columns"},
-    {"odd_pages", "a page size that is not a multiple of 8"}};
+    {"odd_pages", "a page size that is not a multiple of 8"},
+    {"leftpad", "cache_leftpad"},
+    {"few_rows", "few queries, num_splits or batch_invariant, for which keys are divided"}};
 static_assert(kEveryNeed == (1u << std::size(kNeeds)) - 1);
 
 // As torch and users write them.

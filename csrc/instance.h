@@ -26,6 +26,9 @@ enum class Need : uint8_t {
   max_logit,
   own_values,  // decode: V is not the first columns of a K with more than 256, a multiple of 64
   odd_pages,   // decode: a page size that is not a multiple of 8
+  leftpad,     // decode: keys before the first that counts
+  few_rows,    // decode: so few query rows that keys are divided among blocks, a given division, or
+               // batch_invariant
 };
 
 // Types or needs as bits.
@@ -33,7 +36,7 @@ template <class... Members>
 constexpr uint32_t set_of(Members... members) {
   return (0u | ... | (1u << static_cast<int>(members)));
 }
-constexpr uint32_t kEveryNeed = 2 * set_of(Need::odd_pages) - 1;  // up to the last
+constexpr uint32_t kEveryNeed = 2 * set_of(Need::few_rows) - 1;  // up to the last
 
 // A row of csrc/instances.py.  Where the kernel runs: on CUDA devices if it has a module, else on the CPU.
 template <class Params>

@@ -22,7 +22,7 @@ MODULES = ("cpu", *CUDA_MODULES)
 ABI_HEADERS = ("params.h", "instance.h")  # what the modules share
 # What a call may ask beyond a softmax over all keys, Need in instance.h; a row serves some of them.
 NEEDS = ("softcap", "alibi", "bias", "mask", "dropout", "scale", "head_dim", "alignment", "many_queries",
-         "many_rows", "addressing", "max_logit", "own_values", "odd_pages")
+         "many_rows", "addressing", "max_logit", "own_values", "odd_pages", "leftpad", "few_rows")
 PLAIN = ("many_queries", "many_rows", "addressing", "max_logit")  # what costs a kernel nothing
 
 
@@ -123,6 +123,11 @@ class TensorCores(Cuda):
     head_dim_v: int
 
     @property
+    def kernel(self) -> str:
+        """What launch.cuh of its folder calls it."""
+        return self.op
+
+    @property
     def largest(self) -> tuple[int, int]:
         return self.head_dim, self.head_dim_v
 
@@ -140,9 +145,9 @@ class TensorCores(Cuda):
         """The unit: constants for the kernel of a folder, named as in C++ without the k; code before it."""
         constants = ", ".join(f"k{name} = {value}" for name, value in integers.items())
         booleans = ", ".join(f"k{name} = {str(value).lower()}" for name, value in flags.items())
-        row = instance(self, f"{folder}::{self.op}_shared_bytes<{self.name}>()",
-                       f"{folder}::{self.op}_workspace<{self.name}>",
-                       f"{folder}::launch_{self.op}<{self.name}>")
+        row = instance(self, f"{folder}::{self.kernel}_shared_bytes<{self.name}>()",
+                       f"{folder}::{self.kernel}_workspace<{self.name}>",
+                       f"{folder}::launch_{self.kernel}<{self.name}>")
         return f"""// Generated from csrc/instances.py.
 #include "instance.h"
 {before}#include "{folder}/launch.cuh"
@@ -256,7 +261,7 @@ class Hopper(TensorCores):
 
 @dataclass(frozen=True)
 class HopperForward(Hopper):
-    """A forward of it."""
+    """A forward of it, or a decode of many queries, which is a forward whose keys lie in a cache."""
 
     warpgroups: int  # that compute, each 64 rows of the tile
     blocks: int  # that share a multiprocessor
@@ -267,6 +272,10 @@ class HopperForward(Hopper):
     turns: bool  # warpgroups take turns between tensor cores and softmax
 
     @property
+    def kernel(self) -> str:
+        return "prefill" if self.op == "decode" else self.op
+
+    @property
     def rows(self) -> int:
         """Of queries, in a tile."""
         return 64 * self.warpgroups
@@ -275,7 +284,8 @@ class HopperForward(Hopper):
         return self.unit_for({self.keys, self.head_dim_v}, {
             "Warpgroups": self.warpgroups, "Blocks": self.blocks, "QueryStages": self.query_stages,
             "KeyStages": self.key_stages, "ValueStages": self.value_stages}, {
-            "QueriesInRegisters": self.queries_in_registers, "Turns": self.turns})
+            "QueriesInRegisters": self.queries_in_registers, "Turns": self.turns,
+            "Cached": self.op == "decode"})
 
 
 @dataclass(frozen=True)
@@ -527,6 +537,8 @@ _SM75_DECODE = (
 _FEW = ("max_logit", "many_rows")
 _MANY = (*_FEW, "many_queries")
 _SCORES = (*_MANY, "softcap", "alibi")
+_CACHED = (*_MANY, "own_values")
+_LATENT = (*_MANY, "leftpad", "few_rows")
 # op, head dims (D, Dv), serves, keys in a tile, warpgroups, blocks, stages of q, k and v,
 # q in registers, turns.
 _SM90_FORWARD = (
@@ -541,6 +553,9 @@ _SM90_FORWARD = (
     ("forward", 64, 64, _SCORES, 128, 2, 1, 2, 2, 2, False, True),
     ("forward", 128, 128, _SCORES, 128, 2, 1, 2, 2, 2, False, True),
     ("forward", 256, 256, _SCORES, 48, 2, 1, 1, 3, 2, False, True),
+    ("decode", 64, 64, _CACHED, 128, 2, 1, 2, 2, 2, False, True),
+    ("decode", 128, 128, _CACHED, 128, 2, 1, 2, 3, 2, True, True),
+    ("decode", 256, 256, _CACHED, 64, 2, 1, 1, 3, 2, False, True),
 )
 # op, head dims (D, Dv), serves, keys and rows in a tile, stages of q and dout, steps in a turn, bulk sums.
 _SM90_BACKWARD = (
@@ -555,7 +570,7 @@ _SM90_BACKWARD = (
     ("backward", 256, 256, _SCORES, 64, 64, 2, 2, 0, False),
 )
 # op, head dims (D, Dv), serves, keys in a tile.
-_SM90_DECODE = (("decode", 576, 512, _MANY, 64),)
+_SM90_DECODE = (("decode", 576, 512, _LATENT, 64),)
 _MMA = {"sm80": (_SM80_TILES, _SM80_DECODE, ("bfloat16", "float16")),
         "sm75": (_SM75_TILES, _SM75_DECODE, ("float16",))}
 

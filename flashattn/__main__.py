@@ -76,7 +76,7 @@ def show_kernels(extension: ModuleType, device: torch.device) -> list[str]:
     missing = []
     for op in dispatch.OPS:
         for dtype in DTYPES:
-            needs = ["own_values"] if op == "decode" else []
+            needs = ["own_values", "few_rows"] if op == "decode" else []
             candidates = extension.candidates(op, device.type, dtype, needs=needs, **facts)
             serving = next((name for name, why_not in candidates if not why_not), None)
             show(op, f"{dtype:9} {serving or 'no kernel'}{where}")

@@ -117,5 +117,6 @@ found["table"] += [
     for dims, needs in itertools.product(
         ((576, 512), (320, 256), (584, 512), (128, 128)),
         ([], ["many_queries", "many_rows"], ["own_values"], ["odd_pages"], ["alignment"],
-         ["softcap", "many_queries", "many_rows"]))]
+         ["softcap", "many_queries", "many_rows"], ["own_values", "few_rows"],
+         ["own_values", "many_queries", "many_rows"], ["own_values", "many_queries", "many_rows", "leftpad"]))]
 print(json.dumps(found))

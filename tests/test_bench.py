@@ -101,7 +101,7 @@ def test_bytes_of_a_decode_are_those_of_the_keys_and_values_that_are_seen():
 
 def test_the_decode_set_has_a_row_for_every_kind_of_call():
     shapes = {shape.name: shape for shape in SETS["decode"]}
-    assert len(shapes) == 15 + 11 + 7 and {s.op for s in shapes.values()} == {"decode"}
+    assert len(shapes) == 15 + 14 + 7 and {s.op for s in shapes.values()} == {"decode"}
     assert sum(s.graph for s in shapes.values()) == 7 and all(s.causal for s in shapes.values())
     for shape in shapes.values():
         assert not shape.against or shapes[shape.against].graph == shape.graph
@@ -346,7 +346,7 @@ def test_fa3_takes_what_its_build_has(monkeypatch):
     assert fa3.refuses(replace(bf16, D=100)) and fa3.refuses(replace(bf16, D=264, Dv=264))
     assert fa3.refuses(replace(bf16, D=128, Dv=64)) and not fa3.refuses(replace(bf16, D=64, Dv=128))
     takes = [s.name for s in SETS["decode"] if not fa3.refuses(s)]
-    assert len(takes) == 15 + 2 + 1 + 1 + 7 and "queries-16-b64-s8192-h32-8" in takes
+    assert len(takes) == 15 + 2 + 1 + 1 + 1 + 7 and "queries-16-b64-s8192-h32-8" in takes
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))

@@ -99,7 +99,11 @@ def decode_call(row, name, device) -> dict:
         return arguments | {"num_splits": 3, "window": (200, 0), "sink": torch.randn(8, device=device)}
     if name == "packed":                                                 # more rows than a tile has
         arguments = cached(device, [300, 0, 70], new=20, **shape | {"rows": 20})
-        return caches.packed(arguments, [1, 21, 21, 23]) | {"causal": True, "batch_invariant": True}
+        return caches.packed(arguments, [1, 21, 21, 23]) | {
+            "causal": True, "batch_invariant": "few_rows" in row.serves}
+    if name == "prefill":                                                # boxes of 8 rows
+        return cached(device, [700, 0, 210], new=200, page_size=24, **shape | {"rows": 200}) | {
+            "window": (330, 0)}
     arguments = cached(device, [150, 0, 33], **shape)
     return arguments | {
         "cache": {}, "softcap": {"softcap": 2.0}, "alibi": {"alibi_slopes": torch.rand(3, 8, device=device)},
@@ -117,7 +121,8 @@ def calls(row) -> list[str]:
     if row.op == "decode" and "own_values" not in row.serves:
         return ["latent", "latent pages", "latent splits", "latent packed"]
     if row.op == "decode":
-        names = ["cache", "pages", "splits", *(name for name in ("softcap", "alibi") if name in row.serves)]
+        names = ["cache", "pages", *(name for name in ("softcap", "alibi") if name in row.serves)]
+        names += ["splits"] if "few_rows" in row.serves else ["prefill"]
         names += ["packed"] if "many_queries" in row.serves else []
         return names + (["latent"] if dims_of(row)[1] <= dims_of(row)[0] else [])
     names = ["causal window"]

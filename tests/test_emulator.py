@@ -64,6 +64,7 @@ def test_every_instruction_is_emulated():
 
 FORWARD, BACKWARD = (rf"{op}_sm80_bf16_d64_\d+x\d+" for op in ("forward", "backward"))
 HOPPER = "forward_sm90_bf16_d64_192x128"
+HOPPER_PREFILL = r"decode_sm90_bf16_d64_\d+x\d+"
 HOPPER_DECODE = r"decode_sm90_bf16_d576v512_\d+x\d+"
 HALVES_BACKWARD = r"backward_sm90_bf16_d192v128_\d+x\d+"
 WIDE_BACKWARD = r"backward_sm90_bf16_d192_\d+x\d+"
@@ -147,7 +148,15 @@ FAULTS = {  # name: rows, file, text, the text that replaces it
     "a tile whose description is overwritten": (
         HOPPER, "sm90/forward.cuh", "work_stage = tile % kWorkStages;", "work_stage = 0;"),
     "a reader that nobody waits for": (
-        HOPPER, "sm90/forward.cuh", "mbarrier_init(work_empty(i), 2)", "mbarrier_init(work_empty(i), 1)"),
+        HOPPER, "sm90/forward.cuh", "mbarrier_init(work_empty(i), kKeyLanes + 1)",
+        "mbarrier_init(work_empty(i), 1)"),
+    "a page of another box": (
+        HOPPER_PREFILL, "sm90/forward.cuh", "rows.find(own, f.page_size)", "rows.find(key, f.page_size)"),
+    "boxes of another number of rows": (
+        HOPPER_PREFILL, "sm90/launch.cuh", "std::gcd(static_cast<int>(f.page_size.value), C::kKeys)",
+        "std::min(static_cast<int>(f.page_size.value), C::kKeys)"),
+    "NaN in rows of a box past the end": (
+        HOPPER_PREFILL, "sm90/forward.cuh", "anything_past_keys = C::kCached ||", "anything_past_keys ="),
     "O stored before it is there": (
         HOPPER, "sm90/forward.cuh",
         "ptx::mbarrier_wait(shared.o_full(q_ring.stage, warpgroup), q_ring.parity);", ""),

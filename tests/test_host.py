@@ -222,9 +222,10 @@ def test_what_a_hopper_kernel_knows_of_itself(row):
     assert f"kRows = {row.rows}, kKeys = {row.keys}," in unit and row.keys % 16 == row.rows % 64 == 0
     scores = row.rows // 2 if getattr(row, "halves", False) else row.rows
     widths = {"forward": (row.keys, row.head_dim_v), "backward": (scores, row.head_dim, row.head_dim_v),
-              "decode": (row.keys, row.head_dim_v // 2)}
+              "prefill": (row.keys, row.head_dim_v), "decode": (row.keys, row.head_dim_v // 2)}
     assert row.op != "backward" or f"kBulkSums = {str(row.bulk_sums).lower()}" in unit
-    assert all(f"Wgmma<DType::{TABLE.DTYPES[row.dtype]}, {n}>" in unit for n in widths[row.op])
+    assert all(f"Wgmma<DType::{TABLE.DTYPES[row.dtype]}, {n}>" in unit for n in widths[row.kernel])
+    assert row.kernel == "prefill" or ("few_rows" in row.serves) == (row.op == "decode")
     assert ("_few" in row.name) == ("many_queries" not in row.serves) and row.machines == (
         "compute capability 9.0",)
 
@@ -479,7 +480,9 @@ def test_the_table_on_hopper(faked, dims, needs, forward, backward):
     ((576, 512), ["alignment"], r"sm80_bf16_d576v512_16x64"),
     ((576, 512), ["softcap", "many_queries", "many_rows"], r"sm80_bf16_d576v512_64x16"),
     ((584, 512), [], r"sm80_bf16_simt"),
-    ((128, 128), ["own_values"], r"sm80_bf16_d128_8x64"),
+    ((128, 128), ["own_values", "few_rows"], r"sm80_bf16_d128_8x64"),
+    ((128, 128), ["own_values", "many_queries", "many_rows"], r"sm90_bf16_d128_128x128"),
+    ((128, 128), ["own_values", "many_queries", "many_rows", "leftpad"], r"sm80_bf16_d128_64x64"),
 ])
 def test_decodes_on_hopper(faked, dims, needs, kernel):
     assert re.fullmatch(f"decode_{kernel}", chosen(faked, 90, "decode", "bfloat16", *dims, needs))

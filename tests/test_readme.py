@@ -31,6 +31,8 @@ def served(row) -> str:
     calls = "plain calls" if "many_queries" in row.serves else "plain calls of up to 128 queries"
     if row.op == "decode" and "own_values" in missing:
         calls = "plain calls with V in the first columns of K, from 320 on in steps of 64"
+    elif row.op == "decode" and "few_rows" in missing:
+        calls = "plain calls of many queries"
     return ", ".join([calls, *(name for need, name in {"softcap": "softcap", "alibi": "ALiBi"}.items()
                                if need in row.serves)])
 

@@ -11,6 +11,11 @@ struct CachePlace {
   int64_t page, row;
 };
 
+// The row of the cache's batch dimension that a sequence has.
+FLASHATTN_HD int64_t cache_entry(const ForwardParams& p, int64_t batch) {
+  return p.cache.batch_index ? clamp(p.cache.batch_index[batch], 0, p.cache.entries - 1) : batch;
+}
+
 // Rows of K or V of one sequence and KV head.  Whatever the index and page tensors hold, no row lies outside
 // the cache.
 template <class E>
@@ -28,8 +33,7 @@ struct CacheRows {
         page_size(p.cache.page_size),
         page_count(p.cache.entries) {
     if (pages) return;
-    base +=
-        (p.cache.batch_index ? clamp(p.cache.batch_index[batch], 0, p.cache.entries - 1) : batch) * x.batch;
+    base += cache_entry(p, batch) * x.batch;
   }
 
   __device__ E* at(const CachePlace& place) const {

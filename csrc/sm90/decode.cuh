@@ -79,7 +79,7 @@ struct DecodeShared {
       ptx::mbarrier_init(weights_full(stage), 128);
     }
     for (int stage = 0; stage < kPartStages; ++stage)
-      ptx::mbarrier_init(part_full(stage), 1), ptx::mbarrier_init(part_empty(stage), 8);
+      ptx::mbarrier_init(part_full(stage), 1), ptx::mbarrier_init(part_empty(stage), 256);
     ptx::fence_mbarrier_init();
   }
 
@@ -107,8 +107,7 @@ __device__ inline void produce_keys(const LatentDecode& f, const DecodeShared<C>
   Part part;
   while (parts.next(part)) {
     const CacheRows<const uint16_t> rows(d, d.k, part.batch, part.head_k);
-    const int64_t entry =
-        d.cache.batch_index ? clamp(d.cache.batch_index[part.batch], 0, d.cache.entries - 1) : part.batch;
+    const int64_t entry = cache_entry(d, part.batch);
 #pragma unroll 1
     for (int tile_key = first_tile_key(part); tile_key < part.last; tile_key += C::kKeys, ring.advance()) {
       // Rows without a key that counts are left out: their pages may not exist.
@@ -448,8 +447,7 @@ __device__ inline void consume(const LatentDecode& f, const DecodeShared<C>& sha
       total[half] = ptx::ld_shared_f32(shared.total(part_ring.stage, 0, lane_row + 8 * half)) +
                     ptx::ld_shared_f32(shared.total(part_ring.stage, 1, lane_row + 8 * half));
     Rows::store(out, d, part, total, reference, warpgroup, lane_row, lane);
-    __syncwarp();
-    if (lane == 0) ptx::mbarrier_arrive(shared.part_empty(part_ring.stage));
+    ptx::mbarrier_arrive(shared.part_empty(part_ring.stage));
   }
 }
 

@@ -8,6 +8,7 @@
 
 #include <type_traits>
 
+#include "common/cache.cuh"
 #include "sm90/schedule.cuh"
 #include "sm90/softmax.cuh"
 #include "sm90/wgmma.cuh"
@@ -19,6 +20,8 @@ struct Forward {
   ForwardParams p;
   Schedule schedule;
   Logits logits;
+  Divisor page_size;  // of a cache, whose maps have boxes of so many rows
+  int box_rows;
 };
 
 constexpr int kWorkStages = 2;  // tiles that producers and warpgroups may be apart
@@ -32,6 +35,7 @@ struct ForwardShared {
   using V = SlabTile<C::kKeys, C::kHeadDimV>;
   using O = SlabTile<C::kRows, C::kHeadDimV>;
   static constexpr int kThreads = (C::kWarpgroups + 1) * 128, kAlignment = 1024;
+  static constexpr int kKeyLanes = C::kCached ? 32 : 1;  // that load K and V
   static constexpr int kQueryBytes = Q::kBytes > O::kBytes ? Q::kBytes : O::kBytes;
   static constexpr int kKeyPlace = C::kQueryStages * kQueryBytes,
                        kValuePlace = kKeyPlace + C::kKeyStages * K::kBytes;
@@ -109,7 +113,7 @@ struct ForwardShared {
     for (int i = 0; i < C::kValueStages; ++i)
       ptx::mbarrier_init(v_full(i), 1), ptx::mbarrier_init(v_empty(i), C::kWarpgroups * 4);
     for (int i = 0; i < kWorkStages; ++i)
-      ptx::mbarrier_init(work_full(i), C::kWarpgroups), ptx::mbarrier_init(work_empty(i), 2);
+      ptx::mbarrier_init(work_full(i), C::kWarpgroups), ptx::mbarrier_init(work_empty(i), kKeyLanes + 1);
     ptx::fence_mbarrier_init();
   }
 
@@ -145,10 +149,59 @@ __device__ inline void produce_queries(const Forward& f, const ForwardShared<C>&
   tiles.finish();
 }
 
-// What one thread of another does: loads the blocks of K and V from the last to the first, as they are
-// needed, V one step after K.
+// Where the copy engine finds the blocks of keys of a tile.
 template <class C>
-__device__ inline void produce_keys(const Forward& f, const ForwardShared<C>& shared) {
+struct KeyBlocks {
+  const Forward& f;
+  int head, batch, first_row;
+
+  __device__ KeyBlocks(const Forward& forward, const Work& work)
+      : f(forward),
+        head(forward.schedule.units_of_k.divide(work.unit)),
+        batch(forward.p.seqlen_k.cu ? 0 : work.batch),
+        first_row(work.k_first) {}
+
+  template <class T>
+  __device__ void load(const T& to, const CUtensorMap& map, uint32_t full, int key, int) const {
+    load_tile(to, map, full, ptx::kEvictLast, first_row + key, head, batch);
+  }
+};
+
+// The same in a cache: a lane brings the box of rows that lies in one page, if any of them counts.
+template <class C>
+struct CachedKeyBlocks {
+  const Forward& f;
+  CacheRows<const uint16_t> rows;
+  int head, entry, last;
+
+  __device__ CachedKeyBlocks(const Forward& forward, const Work& work)
+      : f(forward),
+        rows(forward.p, forward.p.k, work.batch, 0),
+        head(forward.schedule.units_of_k.divide(work.unit)),
+        entry(static_cast<int>(cache_entry(forward.p, work.batch))),
+        last(work.visible.len_k) {}
+
+  template <class T>
+  __device__ void load(const T& to, const CUtensorMap& map, uint32_t full, int key, int lane) const {
+    const int own = key + lane * f.box_rows;
+    const bool counts = lane * f.box_rows < C::kKeys && own < last;
+    const int bytes = __popc(__ballot_sync(0xFFFFFFFFu, counts)) * f.box_rows * T::kSlabs * 128;
+    if (lane == 0) ptx::mbarrier_arrive_expect_tx(full, bytes);
+    __syncwarp();
+    if (!counts) return;
+    const CachePlace place = rows.pages ? rows.find(own, f.page_size) : CachePlace{entry, own};
+#pragma unroll
+    for (int slab = 0; slab < T::kSlabs; ++slab)
+      ptx::cp_async_bulk_tensor_load(to.base + slab * T::kSlabBytes + lane * f.box_rows * 128, &map, full,
+                                     ptx::kEvictLast, slab * 64, 0, static_cast<int>(place.row), head,
+                                     static_cast<int>(place.page));
+  }
+};
+
+// What one thread of another does, or all of it for a cache: loads the blocks of K and V from the last to the
+// first, as they are needed, V one step after K.
+template <class C>
+__device__ inline void produce_keys(const Forward& f, const ForwardShared<C>& shared, int lane) {
   Ring<kWorkStages> work_ring;
   Ring<C::kKeyStages> k_ring;
   Ring<C::kValueStages> v_ring;
@@ -157,20 +210,18 @@ __device__ inline void produce_keys(const Forward& f, const ForwardShared<C>& sh
     const Work work = shared.get_work(work_ring.stage);
     ptx::mbarrier_arrive(shared.work_empty(work_ring.stage));
     if (work.batch < 0) break;
-    const int head = f.schedule.units_of_k.divide(work.unit), batch = f.p.seqlen_k.cu ? 0 : work.batch;
-    int row = work.k_first + (work.first_block + work.blocks - 1) * C::kKeys;
+    const std::conditional_t<C::kCached, CachedKeyBlocks<C>, KeyBlocks<C>> blocks(f, work);
+    int key = (work.first_block + work.blocks - 1) * C::kKeys;
 #pragma unroll 1
-    for (int step = 0; step <= work.blocks && work.blocks > 0; ++step, row -= C::kKeys) {
+    for (int step = 0; step <= work.blocks && work.blocks > 0; ++step, key -= C::kKeys) {
       if (step < work.blocks) {
         ptx::mbarrier_wait(shared.k_empty(k_ring.stage), k_ring.parity ^ 1);
-        load_tile(shared.k(k_ring.stage), f.k, shared.k_full(k_ring.stage), ptx::kEvictLast, row, head,
-                  batch);
+        blocks.load(shared.k(k_ring.stage), f.k, shared.k_full(k_ring.stage), key, lane);
         k_ring.advance();
       }
       if (step > 0) {
         ptx::mbarrier_wait(shared.v_empty(v_ring.stage), v_ring.parity ^ 1);
-        load_tile(shared.v(v_ring.stage), f.v, shared.v_full(v_ring.stage), ptx::kEvictLast, row + C::kKeys,
-                  head, batch);
+        blocks.load(shared.v(v_ring.stage), f.v, shared.v_full(v_ring.stage), key + C::kKeys, lane);
         v_ring.advance();
       }
     }
@@ -434,7 +485,7 @@ __device__ inline void consume(const Forward& f, const ForwardShared<C>& shared,
                                       : all;
   // Rows past the end of a sequence are zeros where the tensor ends, otherwise anything.
   const bool anything_past_queries = p.seqlen_q.cu || p.seqlen_q.used,
-             anything_past_keys = p.seqlen_k.cu || p.seqlen_k.used;
+             anything_past_keys = C::kCached || p.seqlen_k.cu || p.seqlen_k.used;
   Ring<C::kKeyStages> k_ring;
   Ring<C::kValueStages> v_ring;
   float s[kScores], out[kOutputs];
@@ -692,7 +743,7 @@ __global__ void __launch_bounds__(ForwardShared<C>::kThreads, C::kBlocks)
   ptx::griddepcontrol_launch_dependents();
   if (warpgroup == 0) {
     ptx::setmaxnreg_dec<kProducerRegisters>();
-    if (threadIdx.x == 0) produce_keys<C>(f, shared);
+    if (threadIdx.x < ForwardShared<C>::kKeyLanes) produce_keys<C>(f, shared, threadIdx.x);
     if (threadIdx.x / 32 == 1) produce_queries<C>(f, shared, threadIdx.x % 32);
     if (threadIdx.x / 32 == 2) store_outputs<C>(f, shared, threadIdx.x % 32);
   } else {

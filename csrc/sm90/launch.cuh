@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <climits>
 #include <cmath>
+#include <numeric>
 
 #include "any/launch.cuh"
 #include "mma/launch.cuh"
@@ -75,6 +76,17 @@ inline Logits logits(const Score& score) {
   return logits;
 }
 
+// The map of K or V, which may be a cache; `box_rows` of its rows lie in one page.
+template <class C>
+int make_key_map(CUtensorMap& map, const ForwardParams& p, const Tensor4& x, int64_t columns, int box_rows) {
+  const Lengths& keys = p.seqlen_k;
+  if (!C::kCached)
+    return make_map<C>(map, x, columns, 1, keys.cu ? keys.total : keys.rows, p.heads_k,
+                       keys.cu ? 1 : p.batch, box_rows);
+  return make_map<C>(map, x, columns, 1, p.cache.page_table ? p.cache.page_size : keys.rows, p.heads_k,
+                     p.cache.entries, box_rows);
+}
+
 template <class C>
 int launch_forward(const ForwardParams& p, void* stream) {
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
@@ -115,17 +127,18 @@ int launch_forward(const ForwardParams& p, void* stream) {
     schedule.visible = {p.seqlen_q.rows, p.seqlen_k.rows, p.score.window_left, p.score.window_right};
   }
 
-  const bool packed_q = p.seqlen_q.cu, packed_k = p.seqlen_k.cu;
-  const int64_t q_rows = packed_q ? p.seqlen_q.total : p.seqlen_q.rows,
-                k_rows = packed_k ? p.seqlen_k.total : p.seqlen_k.rows;
-  const bool no_keys = k_rows == 0;  // then nothing reads them, and the maps are of something that exists
-  const int64_t batch_q = packed_q ? 1 : p.batch, batch_k = packed_k ? 1 : p.batch;
+  const bool packed_q = p.seqlen_q.cu;
+  const int64_t q_rows = packed_q ? p.seqlen_q.total : p.seqlen_q.rows, batch_q = packed_q ? 1 : p.batch;
+  // Without keys nothing reads them, and the maps are of something that exists.
+  const bool no_keys = (p.seqlen_k.cu ? p.seqlen_k.total : p.seqlen_k.rows) == 0;
+  const bool paged = C::kCached && p.cache.page_table;
+  f.page_size = Divisor(static_cast<unsigned>(clamp(p.cache.page_size, 1, INT_MAX)));
+  f.box_rows = paged ? std::gcd(static_cast<int>(f.page_size.value), C::kKeys) : C::kKeys;
   int error = make_map<C>(f.q, p.q, p.head_dim, group, q_rows, units, batch_q, C::kRows);
   if (!error) error = make_map<C>(f.out, p.out, p.head_dim_v, group, q_rows, units, batch_q, 64);
   if (no_keys) f.k = f.v = f.q;
-  if (!error && !no_keys) error = make_map<C>(f.k, p.k, p.head_dim, 1, k_rows, p.heads_k, batch_k, C::kKeys);
-  if (!error && !no_keys)
-    error = make_map<C>(f.v, p.v, p.head_dim_v, 1, k_rows, p.heads_k, batch_k, C::kKeys);
+  if (!error && !no_keys) error = make_key_map<C>(f.k, p, p.k, p.head_dim, f.box_rows);
+  if (!error && !no_keys) error = make_key_map<C>(f.v, p, p.v, p.head_dim_v, f.box_rows);
   if (error) return error;
   if (const auto failed = cudaFuncSetAttribute(forward_kernel<C>, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                                ForwardShared<C>::kBytes))
@@ -222,6 +235,26 @@ int launch_backward(const BackwardParams& p, void* stream) {
                          f, cuda_stream);
   };
   return launch_backward_rows<C, StatisticsInQuads>(p, cuda_stream, main, !stores);
+}
+
+template <class C>
+constexpr int64_t prefill_shared_bytes() {
+  return ForwardShared<C>::kBytes;
+}
+
+template <class C>
+Workspace prefill_workspace(const DecodeParams&) {
+  return {};
+}
+
+// A decode of many queries.
+template <class C>
+int launch_prefill(const DecodeParams& p, void* stream) {
+  if (const int error = any::launch_append<mma::Element<C>>(p, static_cast<cudaStream_t>(stream)))
+    return error;
+  ForwardParams forward = p;
+  if (p.rotary.cos) forward.q = p.q_rotated;
+  return launch_forward<C>(forward, stream);
 }
 
 template <class C>

@@ -198,6 +198,9 @@ void add_many(const Case& base, std::vector<Case>& cases) {
   cases.push_back(append(rotary(with(shape(base, 4, 17, 140, 4, 1), &Case::packed), 24, false, false), 0));
   cases.push_back(append(rotary(with(many, &CacheCase::leftpad), 24, true, false), 40));
   cases.push_back(with(window(shape(base, 5, 3, 90, 8, 1), -1, 0), &Case::packed));
+  const Case tiles = window(shape(base, 2, 150, 400, 2, 1), 130, 0);
+  cases.push_back(append(rotary(with(tiles, &CacheCase::page_size, 24), 24, false, true), 150));
+  cases.push_back(with(with(tiles, &CacheCase::page_size, 64), &Case::packed));
 }
 
 void add_decode_scores(const Case& base, std::vector<Case>& cases) {

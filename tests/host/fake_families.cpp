@@ -48,7 +48,7 @@ const Instance<BackwardParams> kBareBackward =
 const Instance<BackwardParams> kPlainBackward =
     row<BackwardParams>("plain_backward", "plain_cpu", nullptr, 0, kEvery, 0, kSome, 0);
 const Instance<DecodeParams> kLatent = row<DecodeParams>(
-    "latent", "plain_cpu", nullptr, 0, kEvery, 0, kMany | set_of(Need::many_rows), 0);
+    "latent", "plain_cpu", nullptr, 0, kEvery, 0, kMany | set_of(Need::many_rows, Need::few_rows), 0);
 
 const Instance<ForwardParams>* const kForward80[] = {&kNew, &kWide, &kRest, nullptr};
 const Instance<ForwardParams>* const kForward75[] = {&kOld, nullptr};

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "common/scheduler.h"
+
 namespace flashattn {
 
 namespace {
@@ -74,17 +76,16 @@ uint32_t needs_beside_keys(const ForwardParams& p) {
          needs(p.out, p.seqlen_q, p.heads_q, p);
 }
 
-// Are there too few tiles of queries, all keys of which go through one block, to occupy the device?  Heads of
-// a group lie in one tile if their number is a power of two and no sequence is packed.  Whoever forces a
-// family gets it all the same.
+// Are there too few tiles of queries, all keys of which go through one block, to occupy the device, or too
+// few rows in a tile?  The limits are measured (docs/decode.md).  Whoever forces a family gets it all the
+// same.
 bool few_rows(const DecodeParams& p) {
   if (!family().empty()) return false;
-  constexpr int64_t kTileRows = 128, kSmallTile = 16;
-  const int64_t group = p.heads_q / p.heads_k, together = p.seqlen_q.cu || group & (group - 1) ? 1 : group;
-  const int64_t queries =
-      p.seqlen_q.cu ? p.seqlen_q.total / std::max<int64_t>(1, p.batch) : p.seqlen_q.rows;
+  const int64_t kTileRows = 128, kSmallTile = p.head_dim > 64 && p.head_dim <= 128 ? 16 : 8;
+  const int64_t together = p.seqlen_q.cu ? 1 : neighbours_in_tile(p.heads_q / p.heads_k);
+  const int64_t queries = p.seqlen_q.cu ? p.seqlen_q.total / std::max<int64_t>(1, p.batch) : p.seqlen_q.rows;
   const int64_t tiles = divide_up(queries * together, kTileRows) * (p.heads_q / together) * p.batch;
-  return queries * together <= kSmallTile || 2 * tiles < p.device.processors;
+  return queries * together <= kSmallTile || 5 * tiles < p.device.processors;
 }
 
 }  // namespace
@@ -140,8 +141,7 @@ uint32_t needs(const DecodeParams& p) {
          need_if(any || rows > kTile, Need::many_queries) |
          need_if(any || rows > kSmallTile, Need::many_rows) |
          need_if(!in_keys || p.head_dim <= kWide || p.head_dim % kSlab != 0, Need::own_values) |
-         need_if(paged && page % kGroup != 0, Need::odd_pages) |
-         need_if(p.cache.leftpad, Need::leftpad) |
+         need_if(paged && page % kGroup != 0, Need::odd_pages) | need_if(p.cache.leftpad, Need::leftpad) |
          need_if(p.batch_invariant || p.splits > 0 || few_rows(p), Need::few_rows);
 }
 

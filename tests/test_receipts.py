@@ -110,6 +110,19 @@ def test_a_sanitizer_sees_what_compiles_to_something_new():
     assert "memcheck" not in run.unfinished(receipt)
 
 
+def test_a_suite_counts_until_a_kernel_of_its_family_changes():
+    names = [row.name for row in run.rows()]
+    receipt = {"code": dict.fromkeys(names, "a"), "suite": {"sm90": {}, "sm80": {}, "sm75": {}},
+               "rows": dict.fromkeys(names, "passed"), "failures": ["sm90 x", "sm80 x", "sm75 x"]}
+    receipt["suite code"] = {family: run.code_of(receipt, family) for family in receipt["suite"]}
+    run.forget_what_changed(receipt)
+    assert set(receipt["suite"]) == {"sm90", "sm80", "sm75"} and len(receipt["rows"]) == len(names)
+    receipt["code"]["decode_sm80_f32_simt"] = "b"                        # which sm90's suite launches too
+    run.forget_what_changed(receipt)
+    assert set(receipt["suite"]) == set(receipt["suite code"]) == {"sm75"}
+    assert receipt["failures"] == ["sm75 x"] and all("_sm75_" in name for name in receipt["rows"])
+
+
 def test_a_row_is_clean_if_all_its_tests_passed():
     outcomes = {"a-cache": "passed", "a-pages": "passed", "b-cache": "passed", "b-pages": "skipped",
                 "c-all": "failed"}

@@ -6,6 +6,13 @@
 
 namespace flashattn {
 
+// How many of so many query heads of a KV head may lie in one tile: a power of two, and what a warpgroup has
+// rows for.
+FLASHATTN_HD int64_t neighbours_in_tile(int64_t group) {
+  const int64_t most = group & -group;
+  return most < 64 ? most : 64;
+}
+
 // Tiles of every head, a section of heads at a time: sections are small enough that what their heads read
 // stays in the L2 cache, and large enough to occupy the chip.  Within a section tile 0 of all heads comes
 // first, so that under a causal mask, where tile 0 is the longest, short tiles fill the gaps at the end.

@@ -36,7 +36,7 @@ struct DecodeShared {
   static constexpr int kKeyPlace = Q::kBytes, kBarrierPlace = kKeyPlace + kStages * K::kBytes;
   static constexpr int kFull = 0, kEmpty = kFull + kStages * kGroups, kWeights = kEmpty + kStages * kGroups,
                        kPartFull = kWeights + kStages, kPartEmpty = kPartFull + kPartStages,
-                       kBarriers = kPartEmpty + kPartStages;
+                       kTotals = kPartEmpty + kPartStages, kBarriers = kTotals + kPartStages;
   static constexpr int kReferencePlace = kBarrierPlace + (kBarriers * 8 + 15) / 16 * 16,
                        kTotalPlace = kReferencePlace + kStages * C::kRows * 4,
                        kPartPlace = kTotalPlace + kPartStages * 2 * C::kRows * 4,
@@ -61,6 +61,7 @@ struct DecodeShared {
   __device__ uint32_t weights_full(int stage) const { return barrier(kWeights + stage); }
   __device__ uint32_t part_full(int stage) const { return barrier(kPartFull + stage); }
   __device__ uint32_t part_empty(int stage) const { return barrier(kPartEmpty + stage); }
+  __device__ uint32_t totals_full(int stage) const { return barrier(kTotals + stage); }
 
   // What the weights of a tile are relative to; the sums of a warpgroup's weights.
   __device__ uint32_t reference(int stage, int row) const {
@@ -79,7 +80,8 @@ struct DecodeShared {
       ptx::mbarrier_init(weights_full(stage), 128);
     }
     for (int stage = 0; stage < kPartStages; ++stage)
-      ptx::mbarrier_init(part_full(stage), 1), ptx::mbarrier_init(part_empty(stage), 256);
+      ptx::mbarrier_init(part_full(stage), 1), ptx::mbarrier_init(part_empty(stage), 256),
+          ptx::mbarrier_init(totals_full(stage), 256);
     ptx::fence_mbarrier_init();
   }
 
@@ -274,7 +276,7 @@ __device__ inline void consume(const LatentDecode& f, const DecodeShared<C>& sha
   float s[Rows::kScores], out[Rows::kOutputs], reference[2], sum[2];
   uint32_t weights[C::kKeys / 16][4];
   Ring<Shared::kPartStages> part_ring;
-  int tile = 0;  // since the block began; that of a warpgroup is odd or even
+  int tile = 0;  // since the block began
 
   const auto release = [&](int stage, int group) {
     if (lane == 0) ptx::mbarrier_arrive(shared.empty(stage, group));
@@ -415,7 +417,8 @@ __device__ inline void consume(const LatentDecode& f, const DecodeShared<C>& sha
       ++tile, key += C::kKeys;
     };
 
-    if (tile % 2 == warpgroup && key < part_last) {
+    // The scores of the first tile are always the same warpgroup's: their bits depend on whose they are.
+    if (warpgroup == 0 && key < part_last) {
       begin_scores(tile);
       finish_scores(tile);
       add_own();
@@ -439,9 +442,11 @@ __device__ inline void consume(const LatentDecode& f, const DecodeShared<C>& sha
     for (int half = 0; half < 2; ++half) {
       total[half] = quad_sum(sum[half]);
       if (lane % 4 == 0)
-        ptx::st_shared_4(shared.total(part_ring.stage, warpgroup, lane_row + 8 * half), __float_as_uint(total[half]));
+        ptx::st_shared_4(shared.total(part_ring.stage, warpgroup, lane_row + 8 * half),
+                         __float_as_uint(total[half]));
     }
-    ptx::bar_sync(Rows::kConsumerBarrier, 256);  // the sums of both are there, and Q has been read
+    ptx::mbarrier_arrive(shared.totals_full(part_ring.stage));
+    ptx::mbarrier_wait(shared.totals_full(part_ring.stage), part_ring.parity);  // and Q has been read
 #pragma unroll
     for (int half = 0; half < 2; ++half)
       total[half] = ptx::ld_shared_f32(shared.total(part_ring.stage, 0, lane_row + 8 * half)) +

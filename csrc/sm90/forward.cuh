@@ -152,6 +152,7 @@ __device__ inline void produce_queries(const Forward& f, const ForwardShared<C>&
 // Where the copy engine finds the blocks of keys of a tile.
 template <class C>
 struct KeyBlocks {
+  using Place = int;
   const Forward& f;
   int head, batch, first_row;
 
@@ -161,15 +162,21 @@ struct KeyBlocks {
         batch(forward.p.seqlen_k.cu ? 0 : work.batch),
         first_row(work.k_first) {}
 
+  __device__ Place find(int key, int) const { return first_row + key; }
+
   template <class T>
-  __device__ void load(const T& to, const CUtensorMap& map, uint32_t full, int key, int) const {
-    load_tile(to, map, full, ptx::kEvictLast, first_row + key, head, batch);
+  __device__ void load(const T& to, const CUtensorMap& map, uint32_t full, Place row, int) const {
+    load_tile(to, map, full, ptx::kEvictLast, row, head, batch);
   }
 };
 
 // The same in a cache: a lane brings the box of rows that lies in one page, if any of them counts.
 template <class C>
 struct CachedKeyBlocks {
+  struct Place {
+    bool counts;
+    int page, row;
+  };
   const Forward& f;
   CacheRows<const uint16_t> rows;
   int head, entry, last;
@@ -181,20 +188,25 @@ struct CachedKeyBlocks {
         entry(static_cast<int>(cache_entry(forward.p, work.batch))),
         last(work.visible.len_k) {}
 
-  template <class T>
-  __device__ void load(const T& to, const CUtensorMap& map, uint32_t full, int key, int lane) const {
+  __device__ Place find(int key, int lane) const {
     const int own = key + lane * f.box_rows;
-    const bool counts = lane * f.box_rows < C::kKeys && own < last;
-    const int bytes = __popc(__ballot_sync(0xFFFFFFFFu, counts)) * f.box_rows * T::kSlabs * 128;
-    if (lane == 0) ptx::mbarrier_arrive_expect_tx(full, bytes);
+    if (lane * f.box_rows >= C::kKeys || own >= last) return {};
+    if (!rows.pages) return {true, entry, own};
+    const CachePlace place = rows.find(own, f.page_size);
+    return {true, static_cast<int>(place.page), static_cast<int>(place.row)};
+  }
+
+  template <class T>
+  __device__ void load(const T& to, const CUtensorMap& map, uint32_t full, const Place& place,
+                       int lane) const {
+    const int boxes = __popc(__ballot_sync(0xFFFFFFFFu, place.counts));
+    if (lane == 0) ptx::mbarrier_arrive_expect_tx(full, boxes * f.box_rows * T::kSlabs * 128);
     __syncwarp();
-    if (!counts) return;
-    const CachePlace place = rows.pages ? rows.find(own, f.page_size) : CachePlace{entry, own};
+    if (!place.counts) return;
 #pragma unroll
     for (int slab = 0; slab < T::kSlabs; ++slab)
       ptx::cp_async_bulk_tensor_load(to.base + slab * T::kSlabBytes + lane * f.box_rows * 128, &map, full,
-                                     ptx::kEvictLast, slab * 64, 0, static_cast<int>(place.row), head,
-                                     static_cast<int>(place.page));
+                                     ptx::kEvictLast, slab * 64, 0, place.row, head, place.page);
   }
 };
 
@@ -202,6 +214,7 @@ struct CachedKeyBlocks {
 // first, as they are needed, V one step after K.
 template <class C>
 __device__ inline void produce_keys(const Forward& f, const ForwardShared<C>& shared, int lane) {
+  using Blocks = std::conditional_t<C::kCached, CachedKeyBlocks<C>, KeyBlocks<C>>;
   Ring<kWorkStages> work_ring;
   Ring<C::kKeyStages> k_ring;
   Ring<C::kValueStages> v_ring;
@@ -210,20 +223,23 @@ __device__ inline void produce_keys(const Forward& f, const ForwardShared<C>& sh
     const Work work = shared.get_work(work_ring.stage);
     ptx::mbarrier_arrive(shared.work_empty(work_ring.stage));
     if (work.batch < 0) break;
-    const std::conditional_t<C::kCached, CachedKeyBlocks<C>, KeyBlocks<C>> blocks(f, work);
+    const Blocks blocks(f, work);
+    typename Blocks::Place place{}, before{};
     int key = (work.first_block + work.blocks - 1) * C::kKeys;
 #pragma unroll 1
     for (int step = 0; step <= work.blocks && work.blocks > 0; ++step, key -= C::kKeys) {
       if (step < work.blocks) {
+        place = blocks.find(key, lane);
         ptx::mbarrier_wait(shared.k_empty(k_ring.stage), k_ring.parity ^ 1);
-        blocks.load(shared.k(k_ring.stage), f.k, shared.k_full(k_ring.stage), key, lane);
+        blocks.load(shared.k(k_ring.stage), f.k, shared.k_full(k_ring.stage), place, lane);
         k_ring.advance();
       }
       if (step > 0) {
         ptx::mbarrier_wait(shared.v_empty(v_ring.stage), v_ring.parity ^ 1);
-        blocks.load(shared.v(v_ring.stage), f.v, shared.v_full(v_ring.stage), key + C::kKeys, lane);
+        blocks.load(shared.v(v_ring.stage), f.v, shared.v_full(v_ring.stage), before, lane);
         v_ring.advance();
       }
+      before = place;
     }
   }
 }

@@ -40,11 +40,11 @@ inline int processors() {
 // what becomes of a sequence shall not depend on the length of others.
 template <class C>
 int heads_in_tile(const ForwardParams& p) {
-  const int64_t group = p.heads_q / p.heads_k, rows = p.seqlen_q.rows;
+  const int64_t group = neighbours_in_tile(p.heads_q / p.heads_k), rows = p.seqlen_q.rows;
   const auto filled = [](int64_t rows) {
     return static_cast<double>(rows) / ((rows + C::kRows - 1) / C::kRows * C::kRows);
   };
-  const bool possible = group <= 64 && (group & (group - 1)) == 0 && !p.seqlen_q.cu && !p.batch_invariant;
+  const bool possible = !p.seqlen_q.cu && !p.batch_invariant;
   return possible && filled(rows) < 0.9 * filled(rows * group) ? static_cast<int>(group) : 1;
 }
 
@@ -81,8 +81,8 @@ template <class C>
 int make_key_map(CUtensorMap& map, const ForwardParams& p, const Tensor4& x, int64_t columns, int box_rows) {
   const Lengths& keys = p.seqlen_k;
   if (!C::kCached)
-    return make_map<C>(map, x, columns, 1, keys.cu ? keys.total : keys.rows, p.heads_k,
-                       keys.cu ? 1 : p.batch, box_rows);
+    return make_map<C>(map, x, columns, 1, keys.cu ? keys.total : keys.rows, p.heads_k, keys.cu ? 1 : p.batch,
+                       box_rows);
   return make_map<C>(map, x, columns, 1, p.cache.page_table ? p.cache.page_size : keys.rows, p.heads_k,
                      p.cache.entries, box_rows);
 }

@@ -47,8 +47,8 @@ const Instance<BackwardParams> kBareBackward =
     row<BackwardParams>("bare_backward", "plain_cpu", nullptr, 0, kEvery, 0, 0, 0);
 const Instance<BackwardParams> kPlainBackward =
     row<BackwardParams>("plain_backward", "plain_cpu", nullptr, 0, kEvery, 0, kSome, 0);
-const Instance<DecodeParams> kLatent = row<DecodeParams>(
-    "latent", "plain_cpu", nullptr, 0, kEvery, 0, kMany | set_of(Need::many_rows, Need::few_rows), 0);
+const Instance<DecodeParams> kLatent = row<DecodeParams>("latent", "plain_cpu", nullptr, 0, kEvery, 0,
+                                                         kMany | set_of(Need::many_rows, Need::few_rows), 0);
 
 const Instance<ForwardParams>* const kForward80[] = {&kNew, &kWide, &kRest, nullptr};
 const Instance<ForwardParams>* const kForward75[] = {&kOld, nullptr};
@@ -60,7 +60,8 @@ const Instance<DecodeParams>* const kNoDecode[] = {nullptr};
 const int kImages75[] = {75, 0}, kImages80[] = {80, 90, 120, 0}, kNoImages[] = {0};
 const Family sm75{"sm75", kImages75, 0, {kForward75, kNoBackward, kNoDecode}, device, error_text};
 const Family sm80{"sm80", kImages80, 90, {kForward80, kNoBackward, kNoDecode}, device, error_text};
-const Family plain_cpu{"plain_cpu", kNoImages, 0, {kForwardCpu, kBackwardCpu, kDecodeCpu}, device, error_text};
+const Family plain_cpu{"plain_cpu", kNoImages, 0, {kForwardCpu, kBackwardCpu, kDecodeCpu},
+                       device,      error_text};
 
 }  // namespace
 }  // namespace flashattn

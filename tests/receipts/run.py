@@ -4,9 +4,9 @@
     python tests/receipts/run.py --parts build suite --families sm80 --files test_cuda.py --limit 500
     python tests/receipts/run.py --not-run REASON --card "NVIDIA H200"
 
-Parts of one receipt may come from several runs, as long as the device sources stay the same.  What was under
-way when the limit was reached or SIGTERM came is recorded as unfinished.  Sanitizers take the rows whose
-compiled code they have not seen yet; what they have seen counts as long as it compiles to the same.
+Parts of one receipt may come from several runs.  What was under way when the limit was reached or SIGTERM
+came is recorded as unfinished.  What was seen counts as long as it compiles to the same: the suites of a
+family until a kernel of it changes; sanitizers take the rows whose compiled code they have not seen yet.
 """
 
 from __future__ import annotations
@@ -80,6 +80,28 @@ def compiled() -> dict[str, str]:
         return {row.name: code for row, code in zip(rows(), pool.map(instructions, rows()))}
 
 
+def code_of(receipt: dict, family: str) -> str:
+    """Hash of the instructions of all kernels that a family's suite may launch."""
+    table = _build.instances()
+    modules = table.CUDA_MODULES
+    before = modules[:modules.index(family)][-1:] if family in table.PARTIAL_MODULES else ()
+    code = receipt.get("code", {})
+    text = "".join(code.get(row.name, "") for row in rows() if row.module in (family, *before))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def forget_what_changed(receipt: dict) -> None:
+    """Leaves the suites out whose kernels compile to something else now."""
+    for family in list(receipt["suite"]):
+        if receipt["suite code"].get(family) == code_of(receipt, family):
+            continue
+        del receipt["suite"][family]
+        receipt["suite code"].pop(family, None)
+        receipt["failures"] = [x for x in receipt["failures"] if not x.startswith(family + " ")]
+        of_family = {row.name for row in rows() if row.module == family}
+        receipt["rows"] = {name: x for name, x in receipt["rows"].items() if name not in of_family}
+
+
 def unseen(receipt: dict, tool: str, some: str = "") -> list[str]:
     """Rows with this expression in their names whose code a sanitizer has not found clean."""
     seen = receipt.get("sanitizers", {}).get(tool, {}).get("rows", {})
@@ -106,13 +128,14 @@ def path_of(card: str) -> Path:
 
 
 def start(card: str) -> dict:
-    """The card's receipt of these sources, as far as there is one."""
-    new = {"card": card, "sources": digest(), "suite": {}, "rows": {}, "failures": [], "sanitizers": {}}
+    """The card's receipt; of other sources until they are built and compared."""
+    new = {"card": card, "suite": {}, "suite code": {}, "rows": {}, "failures": [], "sanitizers": {}}
     if path_of(card).exists():
         receipt = json.loads(path_of(card).read_text())
-        if receipt["sources"] == digest() and "not run" not in receipt:
-            return receipt
-        new["sanitizers"] = receipt.get("sanitizers", {})
+        if receipt["sources"] != digest():
+            receipt["code"] = {}  # nothing counts before the build
+        new |= {name: x for name, x in receipt.items() if name != "not run"}
+    new["sources"] = digest()
     return new
 
 
@@ -194,6 +217,7 @@ class Run:
             raise SystemExit("the build failed, or was not done within the limit")
         self.receipt["build seconds"] = round(time.monotonic() - begin)
         self.receipt["code"] = compiled()
+        forget_what_changed(self.receipt)
 
     def suite(self, family: str, files: list[str], workers: int, card: int) -> subprocess.Popen:
         """Starts the tests on the kernels of one family."""
@@ -208,6 +232,7 @@ class Run:
             outcomes[file][result["outcome"]] += 1
             outcomes[file]["seconds"] += result["seconds"]
         of_family = self.receipt["suite"].setdefault(family, {})
+        self.receipt["suite code"][family] = code_of(self.receipt, family)
         for file in files:
             counts = {key: round(outcomes[file][key]) for key in ("passed", "failed", "skipped", "seconds")}
             ran = counts["passed"] + counts["failed"] + counts["skipped"]
@@ -311,6 +336,8 @@ def main() -> None:
         run = Run(receipt, arguments.limit)
     try:
         if not arguments.not_run:
+            if "build" not in arguments.parts:
+                forget_what_changed(receipt)
             run.parts(arguments.parts, arguments.families, list(arguments.files), arguments.workers,
                       arguments.checkers, arguments.rows)
     finally:

@@ -169,10 +169,10 @@ def io_table(rows: list[dict]) -> str:
 
 
 def exact_table(rows: list[dict]) -> str:
-    """One line per input, dtype and result: each peer's 99.9th percentile and largest relative error."""
+    """One line per input, dtype and result: each peer's median, 99.9th percentile and largest error."""
     peers, lines = [peer for peer, in grouped(rows, "peer")], []
     for (name, tensor), group in grouped((r for r in rows if "max" in r), "name", "tensor").items():
-        cells = {r["peer"]: f"{r['p999']:.1e}, {r['max']:.1e}" for r in group}
+        cells = {r["peer"]: f"{r['median']:.2e}, {r['p999']:.2e}, {r['max']:.1e}" for r in group}
         lines.append([name.partition("-")[0], group[0]["dtype"], tensor,
                       *(cells.get(peer, "") for peer in peers)])
     return table(["inputs", "dtype", "result", *peers], lines)

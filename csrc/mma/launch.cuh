@@ -108,7 +108,8 @@ Decode divided(const DecodeParams& p) {
     d.slots = 2 * d.shares.value * alike;
   }
   // A few merges have many parts each.
-  d.rows_of_merge = d.merges * rows_to_merge<C>(d) <= 2 * p.device.processors ? 1 : kMergeWarps;
+  d.rows_of_merge =
+      p.batch_invariant || d.merges * rows_to_merge<C>(d) <= 2 * p.device.processors ? 1 : kMergeWarps;
   return d;
 }
 

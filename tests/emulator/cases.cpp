@@ -201,6 +201,9 @@ void add_many(const Case& base, std::vector<Case>& cases) {
   const Case tiles = window(shape(base, 2, 150, 400, 2, 1), 130, 0);
   cases.push_back(append(rotary(with(tiles, &CacheCase::page_size, 24), 24, false, true), 150));
   cases.push_back(with(with(tiles, &CacheCase::page_size, 64), &Case::packed));
+  Case whole = with(shape(base, 2, 40, 168, 2, 1), &CacheCase::page_size, 24);
+  whole.used_k = false;
+  cases.push_back(whole);
 }
 
 void add_decode_scores(const Case& base, std::vector<Case>& cases) {

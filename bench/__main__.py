@@ -315,8 +315,8 @@ COUNTED = {  # help, peers, rows, table of all rows where the README has fewer, 
            "ours,plain,sdpa_math,sdpa_flash", io_rows, tables.io_table, 80.0),
     "memory-cuda": ("peak memory on a CUDA device, to a million tokens",
                     "ours,plain,sdpa_flash,cudnn", memory_rows, None, 60.0),
-    "exact": ("error against float64 on a CUDA device", "ours,ours_max,sdpa_flash,fa3,cudnn,plain", exact_rows, None,
-              60.0),
+    "exact": ("error against float64 on a CUDA device",
+              "ours,ours_max,sdpa_flash,fa3,cudnn,plain", exact_rows, None, 60.0),
     "cold": ("sizes, imports and first calls in fresh processes", "ours", cold_rows, None, 60.0)}
 
 

@@ -201,9 +201,6 @@ void add_many(const Case& base, std::vector<Case>& cases) {
   const Case tiles = window(shape(base, 2, 150, 400, 2, 1), 130, 0);
   cases.push_back(append(rotary(with(tiles, &CacheCase::page_size, 24), 24, false, true), 150));
   cases.push_back(with(with(tiles, &CacheCase::page_size, 64), &Case::packed));
-  Case whole = with(shape(base, 2, 40, 168, 2, 1), &CacheCase::page_size, 24);
-  whole.used_k = false;
-  cases.push_back(whole);
 }
 
 void add_decode_scores(const Case& base, std::vector<Case>& cases) {
@@ -271,6 +268,8 @@ std::vector<Case> make_decode_cases(int dim, int dim_v, bool general, bool v_in_
   if (general) add_decode_scores(base, cases);
   std::mt19937 random(static_cast<unsigned>(dim * 1000 + dim_v + general));
   for (int i = 0; i < random_cases; ++i) cases.push_back(random_decode_case(base, general, random));
+  cases.push_back(with(shape(base, 2, 40, 168, 2, 1), &CacheCase::page_size, 24));
+  cases.back().used_k = false;  // all keys of all pages, the last block of which is not full
   static constexpr int kProcessors[] = {1, 3, 8, 2, 20};  // so that tiles are cut at any key
   for (size_t i = 0; i < cases.size(); ++i) {
     cases[i].cache.processors = kProcessors[i % std::size(kProcessors)];

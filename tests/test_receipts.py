@@ -123,6 +123,26 @@ def test_a_suite_counts_until_a_kernel_of_its_family_changes():
     assert receipt["failures"] == ["sm75 x"] and all("_sm75_" in name for name in receipt["rows"])
 
 
+@pytest.mark.parametrize("changed", [False, True])
+def test_a_build_that_fails_leaves_nothing_of_other_sources(monkeypatch, tmp_path, changed):
+    def fail(self):
+        raise SystemExit("the build failed")
+
+    code = dict.fromkeys([row.name for row in run.rows()], "a")
+    old = {"card": "a card", "sources": "others" if changed else run.digest(), "code": code,
+           "suite": {"sm75": {}}, "rows": code, "failures": [], "sanitizers": {"memcheck": {"rows": code}}}
+    old["suite code"] = {"sm75": run.code_of(old, "sm75")}
+    monkeypatch.setattr(run, "FOLDER", tmp_path)
+    monkeypatch.setattr(run, "SCRATCH", tmp_path)
+    monkeypatch.setattr(run.Run, "build", fail)
+    run.path_of("a card").write_text(json.dumps(old))
+    receipt = run.start("a card")
+    with pytest.raises(SystemExit):
+        run.Run(receipt, 1).parts(["build", "suite"], ["sm75"], ["test_cuda.py"], 1, 1, "")
+    assert receipt["sources"] == run.digest() and ("sm75" in receipt["suite"]) == (not changed)
+    assert bool(run.unseen(receipt, "memcheck")) == changed
+
+
 def test_a_row_is_clean_if_all_its_tests_passed():
     outcomes = {"a-cache": "passed", "a-pages": "passed", "b-cache": "passed", "b-pages": "skipped",
                 "c-all": "failed"}

@@ -194,8 +194,11 @@ class Run:
     def parts(self, names: list[str], families: list[str], files: list[str], workers: int,
               checkers: int, some: str) -> None:
         """The sanitizers run beside the suites; with more than one card, suites run beside each other too."""
-        if "build" in names:
-            self.build()
+        try:
+            if "build" in names:
+                self.build()
+        finally:  # a build that failed has compiled nothing to compare with
+            forget_what_changed(self.receipt)
         sanitizers = {tool: self.sanitizer(tool, left, i, checkers) for i, tool in enumerate(TOOLS)
                       if tool in names and (left := unseen(self.receipt, tool, some))}
         suites = {}
@@ -217,7 +220,6 @@ class Run:
             raise SystemExit("the build failed, or was not done within the limit")
         self.receipt["build seconds"] = round(time.monotonic() - begin)
         self.receipt["code"] = compiled()
-        forget_what_changed(self.receipt)
 
     def suite(self, family: str, files: list[str], workers: int, card: int) -> subprocess.Popen:
         """Starts the tests on the kernels of one family."""
@@ -336,8 +338,6 @@ def main() -> None:
         run = Run(receipt, arguments.limit)
     try:
         if not arguments.not_run:
-            if "build" not in arguments.parts:
-                forget_what_changed(receipt)
             run.parts(arguments.parts, arguments.families, list(arguments.files), arguments.workers,
                       arguments.checkers, arguments.rows)
     finally:

@@ -174,7 +174,7 @@ def _ragged(B: int, shortest: int, longest: int, Hq: int, Hk: int) -> list[Shape
 
 
 _LLAMA = (64, 8192, 32, 8)  # B, S and heads of the variants of a decode
-_CHUNK = (4, 8192, 32, 8, "chunk", 512)  # of prompts whose other keys are in the cache
+_CHUNK = (4, 8192, 32, 8)  # the same of 512 tokens of prompts whose other keys are in the cache
 _MODELS = (("llama3-8b", 2, 8192, 32, 8, 128, True), ("llama3-70b", 1, 8192, 64, 8, 128, True),
            ("d96", 2, 8192, 16, 16, 96, True), ("d80-vit", 16, 1024, 16, 16, 80, False),
            ("short", 128, 128, 16, 16, 64, False))
@@ -219,9 +219,9 @@ SETS = {
         *(_decode(64, 4096, Hq, 1, "mla", D=576, Dv=512, latent=True) for Hq in (128, 16)),
         _decode(*_LLAMA, "append-rotary", append=True, against=_decode(*_LLAMA).name),
         *(_decode(*_LLAMA, f"queries-{Sq}", Sq, against=_decode(*_LLAMA).name) for Sq in (4, 16)),
-        _decode(*_CHUNK),
-        *(_decode(*_CHUNK[:4], f"chunk-pages-of-{size}", 512, page_size=size, against=_decode(*_CHUNK).name)
-          for size in (16, 64)),
+        _decode(*_CHUNK, "chunk", 512),
+        *(_decode(*_CHUNK, f"chunk-pages-of-{size}", 512, page_size=size,
+                  against=_decode(*_CHUNK, "chunk").name) for size in (16, 64)),
         _decode(16, 32768, 32, 8, "window-4096", window=(4095, 0)),
         _decode(64, 8192, 128, 1),
         *(_decode(*sizes, "graph", graph=True)

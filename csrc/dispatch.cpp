@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "common/mask.h"
 #include "common/scheduler.h"
 
 namespace flashattn {
@@ -62,6 +63,19 @@ uint32_t needs(const Tensor4& x, int64_t batch, int64_t rows, int64_t heads, DTy
 
 uint32_t needs(const Tensor4& x, const Lengths& rows, int64_t heads, const ForwardParams& p) {
   return needs(x, rows.cu ? 1 : p.batch, rows.total, heads, p.dtype);
+}
+
+// Is there too little for the largest tiles, which fetch keys less often, but leave more rows empty, more
+// scores masked and more multiprocessors idle at the end?  The limits are measured (docs/sm90_forward.md).
+// What becomes of a packed sequence shall not depend on the others.
+bool small_tiles(const ForwardParams& p) {
+  constexpr int64_t kQueries = 1024, kRows = 1 << 17, kKeys = 2048;
+  const Score& score = p.score;
+  const int64_t queries = p.seqlen_q.rows;
+  const KeyRange seen =
+      visible_keys(queries / 2, queries, p.seqlen_k.rows, score.window_left, score.window_right);
+  return p.batch_invariant || p.seqlen_q.cu || queries < kQueries || queries * p.heads_q * p.batch < kRows ||
+         seen.last - seen.first < kKeys;
 }
 
 // All but the layouts of K and V.
@@ -125,7 +139,8 @@ Reasons*& explanation() {
 }
 
 uint32_t needs(const ForwardParams& p) {
-  return needs_beside_keys(p) | needs(p.k, p.seqlen_k, p.heads_k, p) | needs(p.v, p.seqlen_k, p.heads_k, p);
+  return needs_beside_keys(p) | need_if(small_tiles(p), Need::small_tiles) |
+         needs(p.k, p.seqlen_k, p.heads_k, p) | needs(p.v, p.seqlen_k, p.heads_k, p);
 }
 
 uint32_t needs(const DecodeParams& p) {
@@ -146,7 +161,8 @@ uint32_t needs(const DecodeParams& p) {
 }
 
 uint32_t needs(const BackwardParams& p) {
-  return needs(static_cast<const ForwardParams&>(p)) | needs(p.dout, p.seqlen_q, p.heads_q, p);
+  return (needs(static_cast<const ForwardParams&>(p)) & ~set_of(Need::small_tiles)) |
+         needs(p.dout, p.seqlen_q, p.heads_q, p);
 }
 
 int cpu_level() {
@@ -187,7 +203,9 @@ Reason reason(const Instance<Params>& row, const Problem& problem) {
   if ((row.head_dim && problem.head_dim > row.head_dim) ||
       (row.head_dim_v && problem.head_dim_v > row.head_dim_v))
     return Reason::head_dim;
-  if (problem.needs & ~row.serves) return Reason::need;
+  // Small tiles are only faster: whoever names a kernel gets it.
+  const uint32_t waived = family() == row.name ? set_of(Need::small_tiles) : 0;
+  if (problem.needs & ~row.serves & ~waived) return Reason::need;
   if (row.head_dim && problem.longest >= kLongest) return Reason::length;
   if (row.shared_bytes > problem.shared_bytes) return Reason::shared;
   return Reason::none;

@@ -40,6 +40,7 @@ constexpr std::pair<const char*, const char*> kNeeds[] = {
     {"head_dim", "a head dim that is not a multiple of 8"},
     {"alignment", "a tensor whose base or strides are not multiples of 16 bytes"},
     {"many_queries", "packed sequences, batch_invariant or many queries"},
+    {"small_tiles", "packed sequences, batch_invariant or too few queries and keys for large tiles"},
     {"many_rows", "more than 8 queries and heads of a KV head"},
     {"addressing", "a stride of 0 or too large for TMA"},
     {"max_logit", "return_max_logit"},

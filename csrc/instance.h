@@ -21,6 +21,7 @@ enum class Need : uint8_t {
   head_dim,      // not a multiple of 8
   alignment,     // a base or stride that is not a multiple of 16 bytes
   many_queries,  // packed, batch_invariant or more queries than a small tile has
+  small_tiles,   // forward: packed, batch_invariant or too little work for large tiles
   many_rows,     // decode: more than 8 query rows of a KV head
   addressing,    // a stride or size that no TMA descriptor holds
   max_logit,

@@ -22,8 +22,9 @@ MODULES = ("cpu", *CUDA_MODULES)
 ABI_HEADERS = ("params.h", "instance.h")  # what the modules share
 # What a call may ask beyond a softmax over all keys, Need in instance.h; a row serves some of them.
 NEEDS = ("softcap", "alibi", "bias", "mask", "dropout", "scale", "head_dim", "alignment", "many_queries",
-         "many_rows", "addressing", "max_logit", "own_values", "odd_pages", "leftpad", "few_rows")
-PLAIN = ("many_queries", "many_rows", "addressing", "max_logit")  # what costs a kernel nothing
+         "small_tiles", "many_rows", "addressing", "max_logit", "own_values", "odd_pages", "leftpad",
+         "few_rows")
+PLAIN = ("many_queries", "small_tiles", "many_rows", "addressing", "max_logit")  # what costs a kernel nothing
 
 
 @dataclass(frozen=True)
@@ -534,8 +535,9 @@ _SM75_DECODE = (
     (128, 128, 1, 1, 4, 16, 2, 2),
     (128, 128, 2, 4, 1, 16, 2, 2),
 )
-_FEW = ("max_logit", "many_rows")
+_FEW = ("max_logit", "many_rows", "small_tiles")
 _MANY = (*_FEW, "many_queries")
+_LARGE = ("max_logit", "many_rows", "many_queries")
 _SCORES = (*_MANY, "softcap", "alibi")
 _CACHED = (*_MANY, "own_values")
 _LATENT = (*_MANY, "leftpad", "few_rows")
@@ -545,7 +547,9 @@ _SM90_FORWARD = (
     ("forward", 64, 64, _FEW, 64, 1, 3, 2, 2, 2, False, False),
     ("forward", 64, 64, _MANY, 128, 3, 1, 2, 2, 2, False, True),
     ("forward", 80, 80, _MANY, 128, 2, 1, 2, 2, 2, True, True),
+    ("forward", 96, 96, _LARGE, 96, 3, 1, 2, 2, 2, False, True),
     ("forward", 96, 96, _MANY, 128, 2, 1, 2, 2, 2, True, True),
+    ("forward", 128, 128, _LARGE, 80, 3, 1, 2, 2, 2, False, True),
     ("forward", 128, 128, _MANY, 128, 2, 1, 2, 3, 2, True, True),
     ("forward", 192, 128, _MANY, 128, 2, 1, 1, 2, 2, False, True),
     ("forward", 192, 192, _MANY, 96, 2, 1, 1, 2, 2, False, True),

@@ -71,14 +71,19 @@ def assert_identical(a: Tensor, b: Tensor, name: str) -> None:
 def check_forward(q: Tensor, k: Tensor, v: Tensor, **options) -> tuple[Tensor, Tensor, Tensor | None]:
     """Run :func:`flashattn.forward` with these options and hold it against the oracle.
 
+    Kernels that are only for larger problems have to be right too.
+
     Returns:
         our ``(out, lse, max_logit)``, for further assertions; no max_logit with ``return_max_logit=False``.
     """
     options = {"return_max_logit": True} | options
-    ours = flashattn.forward(q, k, v, **options, return_lse=True)
-    out, lse, max_logit = ours if options["return_max_logit"] else (*ours, None)
-    _assert_forward(out, lse, max_logit, q, k, v, {n: o for n, o in options.items() if n in FORWARD_OPTIONS})
-    return out, lse, max_logit
+    results = [flashattn.forward(q, k, v, **options, return_lse=True)]
+    for kernel in () if "out" in options else _kernels_of_large_tiles(q, k, v, **options):
+        with flashattn.force_family(kernel):
+            results.append(flashattn.forward(q, k, v, **options, return_lse=True))
+    results = [ours if options["return_max_logit"] else (*ours, None) for ours in results]
+    _assert_forward(results, q, k, v, {n: o for n, o in options.items() if n in FORWARD_OPTIONS})
+    return results[0]
 
 
 def check_backward(
@@ -98,7 +103,8 @@ def check_backward(
     leaves = {n: t.detach().requires_grad_() for n, t in leaves.items() if t is not None}
     out, lse, *max_logit = flashattn.forward(**(options | leaves), return_lse=True)
     semantic = {n: o for n, o in options.items() if n in FORWARD_OPTIONS}
-    oracle_out, oracle_lse = _assert_forward(out, lse, max_logit[0] if max_logit else None, q, k, v, semantic)
+    ours = out, lse, max_logit[0] if max_logit else None
+    oracle_out, oracle_lse = _assert_forward([ours], q, k, v, semantic)
 
     dout, dlse = torch.randn_like(out), torch.randn_like(lse) if lse_grad else None
     results = (out, lse) if lse_grad else (out,)
@@ -155,17 +161,24 @@ def _oracle(function: str, *tensors, **options):
     return tree_map_only(Tensor, lambda t: t.to(device), getattr(reference, function)(*given[0], **given[1]))
 
 
-def _assert_forward(out, lse, max_logit, q, k, v, semantic) -> tuple[Tensor, Tensor]:
+def _kernels_of_large_tiles(q, k, v, **options) -> list[str]:
+    """Those that would serve this call if it were larger."""
+    rejected = flashattn.explain(q, k, v, **options).rejected
+    return [name for name, reason in rejected.items() if reason.endswith("for large tiles")]
+
+
+def _assert_forward(results, q, k, v, semantic) -> tuple[Tensor, Tensor]:
     with torch.no_grad():
         both, oracle_lse, oracle_max = _oracle("forward", q, k, torch.cat([v, v.abs()], -1), **semantic)
         plain_out, _, _ = _oracle("forward", q, k, v, **semantic, dtype=q.dtype)
     oracle_out, magnitude = both.chunk(2, -1)
-    assert lse.dtype == _statistics_dtype(q), f"lse: dtype {lse.dtype} for inputs of dtype {q.dtype}"
-    assert_close_2x(out, oracle_out, plain_out, "out", floor=_out_noise(lse, oracle_max, magnitude))
-    assert_lse(lse, oracle_lse, oracle_max)
-    if max_logit is not None:
-        assert max_logit.dtype == lse.dtype, f"max_logit: dtype {max_logit.dtype}"
-        assert_lse(max_logit, oracle_max, oracle_max, "max_logit")
+    for out, lse, max_logit in results:
+        assert lse.dtype == _statistics_dtype(q), f"lse: dtype {lse.dtype} for inputs of dtype {q.dtype}"
+        assert_close_2x(out, oracle_out, plain_out, "out", floor=_out_noise(lse, oracle_max, magnitude))
+        assert_lse(lse, oracle_lse, oracle_max)
+        if max_logit is not None:
+            assert max_logit.dtype == lse.dtype, f"max_logit: dtype {max_logit.dtype}"
+            assert_lse(max_logit, oracle_max, oracle_max, "max_logit")
     return oracle_out, oracle_lse
 
 

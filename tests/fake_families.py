@@ -66,6 +66,27 @@ calls = {
     "two": ((q, q, q), {"mask": torch.ones(1, 1, 1, 4, dtype=torch.bool), "softcap": 2.0, "causal": True}),
     "two of a layout": ((many, many[:, :1].expand(1, 129, 1, 16), many), {}),
 }
+large_q, large_k = torch.randn(1, 1024, 128, 16), torch.randn(1, 4096, 1, 16)
+lengths = torch.tensor([0, 1024], dtype=torch.int32)
+found["large"] = {
+    name: flashattn.explain(some_q, some_k, some_k, **options).rejected.get("large")
+    for name, some_q, some_k, options in (
+        ("large", large_q, large_k, {}),
+        ("fewer queries", large_q[:, :1023].repeat(1, 1, 2, 1), large_k, {}),
+        ("fewer heads", large_q[:, :, :127], large_k, {}),
+        ("more batches", large_q[:, :, :64].repeat(2, 1, 1, 1), large_k.repeat(2, 1, 1, 1), {}),
+        ("just enough keys", large_q, large_k[:, :2048], {}),
+        ("fewer keys", large_q, large_k[:, :2047], {}),
+        ("just enough visible", large_q, large_k[:, :2559], {"causal": True}),
+        ("fewer visible", large_q, large_k[:, :2558], {"causal": True}),
+        ("just enough window", large_q, large_k, {"window": (2047, 0)}),
+        ("smaller window", large_q, large_k, {"window": (2046, 0)}),
+        ("batch_invariant", large_q, large_k, {"batch_invariant": True}),
+        ("packed", large_q[0], large_k[0, :2048], {"cu_seqlens_q": lengths, "cu_seqlens_k": 2 * lengths}))}
+with flashattn.force_family("large"):
+    found["large"]["forced"] = flashattn.explain(q, q, q).rejected.get("large")
+with flashattn.force_family("plain_cpu"):
+    found["large"]["family"] = flashattn.explain(q, q, q).rejected.get("large")
 state = torch.get_rng_state()
 found["calls"] = {name: [flashattn.explain(*tensors, op=op, **options).rejected.get(row) for op, row in (
                       ("forward", "bare"), ("backward", "bare_backward"),
@@ -109,7 +130,8 @@ found["table"] = [
     for (chip, kilobytes), op, dtype, dims, needs in itertools.product(
         CHIPS.items(), ("forward", "backward"), ("bfloat16", "float32"),
         ((64, 64), (72, 72), (128, 128), (192, 128), (192, 192), (256, 256), (512, 512)),
-        ([], ["many_queries"], ["softcap", "many_queries"], ["alibi"], ["bias"], ["addressing"],
+        ([], ["many_queries"], ["many_queries", "small_tiles"], ["softcap", "many_queries"], ["alibi"],
+         ["bias"], ["addressing"],
          ["alignment"]))]
 found["table"] += [
     [90, "decode", "bfloat16", *dims, needs, next(name for name, why_not in extension.candidates(

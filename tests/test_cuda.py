@@ -498,6 +498,19 @@ def test_no_call_waits_for_the_device(device):
 
 # ---- the same bits on every run ----
 
+@large
+@pytest.mark.parametrize("dims", [(96, 96), (128, 128), (88, 40)], ids=str)
+@pytest.mark.parametrize("causal", [False, True])
+def test_large_tiles(device, dims, causal):
+    """What the dispatcher chooses for many queries and keys, and what it chooses when the batch must not
+    count: small tiles."""
+    q, k, v, _ = half(device, batch=2, len_q=1100, len_k=2700, heads=(60, 60), dims=dims)
+    out, lse, _ = check_forward(q, k, v, causal=causal)
+    small_out, small_lse = flashattn.forward(q, k, v, causal=causal, batch_invariant=True, return_lse=True)
+    assert (out - small_out).abs().max() < 2 * torch.finfo(q.dtype).eps * small_out.abs().max()
+    assert (lse - small_lse).abs().max() < 1e-5
+
+
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (40, 72)], ids=str)
 def test_the_forward_repeats_its_bits(device, dims):
     q, k, v, _ = half(device, len_q=700, len_k=900, dims=dims)
@@ -508,10 +521,13 @@ def test_the_forward_repeats_its_bits(device, dims):
             assert ours.equal(clean)
 
 
-@pytest.mark.parametrize("kind", ["causal", "few queries", "packed"])
+@pytest.mark.parametrize("kind", ["causal", "few queries", "packed", "large tiles"])
 def test_the_forward_repeats_its_bits_a_thousand_times(device, kind):
     """Heads that share keys, lengths of which no tile is a divisor."""
-    if kind == "causal":
+    if kind == "large tiles":                                            # without which it is served as well
+        q, k, v, _ = half(device, batch=1, len_q=1100, len_k=2700, heads=(120, 30), dims=(96, 96))
+        options = {"causal": True}
+    elif kind == "causal":
         q, k, v, _ = half(device, batch=3, len_q=1500, len_k=1500, heads=(8, 2), dims=(128, 128))
         options = {"causal": True, "seqused_q": ints(device, 1500, 1311, 77),
                    "seqused_k": ints(device, 1500, 1403, 900)}

@@ -162,6 +162,11 @@ FAULTS = {  # name: rows, file, text, the text that replaces it
         "ptx::mbarrier_wait(shared.o_full(q_ring.stage, warpgroup), q_ring.parity);", ""),
     "NaN in V past a sequence's end": (
         HOPPER, "sm90/forward.cuh", "if (first > 0 || last < C::kKeys)", "if (first > last)"),
+    "negative numbers ordered like their bits": (HOPPER, "sm90/softmax.cuh", "if (!positive) {", "if (false) {"),
+    "the maximum of three lanes": (
+        HOPPER, "sm90/softmax.cuh", "ptx::max_from(ptx::max_from(x, a, b), c, c)", "ptx::max_from(x, a, b)"),
+    "an output relative to an old maximum": (
+        HOPPER, "sm90/forward.cuh", "if (softmax.grown[half])", "if (softmax.grown[half] && half == 0)"),
     "swizzle of four rows": (
         HOPPER, "sm90/wgmma.cuh", "(index % 8 ^ (row & 7)) << 4", "(index % 8 ^ (row & 3)) << 4"),
     "weights that are not awaited": (

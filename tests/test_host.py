@@ -433,6 +433,15 @@ def test_what_a_call_needs(faked, call, bare, plain):
     assert faked["calls"][call] == [text and f"does not serve {text}" for text in (bare, bare, plain, plain)]
 
 
+def test_when_large_tiles_serve(faked):
+    small = ("does not serve packed sequences, batch_invariant or too few queries and keys for large tiles")
+    assert faked["large"] == {
+        "large": None, "fewer queries": small, "fewer heads": small, "more batches": None,
+        "just enough keys": None, "fewer keys": small, "just enough visible": None, "fewer visible": small,
+        "just enough window": None, "smaller window": small, "batch_invariant": small, "packed": small,
+        "forced": None, "family": small}
+
+
 def test_what_results_need(faked):
     assert faked["out"] == f"does not serve {VECTORS}"
     assert faked["max_logit"] == ["does not serve return_max_logit", None]
@@ -449,8 +458,9 @@ def chosen(faked, *problem):
 
 
 @pytest.mark.parametrize(("dims", "needs", "forward", "backward"), [
-    ((128, 128), ["many_queries"], r"sm90_bf16_d128_\d+x\d+", r"sm90_bf16_d128_\d+x\d+"),
-    ((128, 128), [], r"sm90_bf16_d128_\d+x\d+", r"sm90_bf16_d128_\d+x\d+"),
+    ((128, 128), ["many_queries"], r"sm90_bf16_d128_192x\d+", r"sm90_bf16_d128_\d+x\d+"),
+    ((128, 128), ["many_queries", "small_tiles"], r"sm90_bf16_d128_128x\d+", r"sm90_bf16_d128_\d+x\d+"),
+    ((128, 128), [], r"sm90_bf16_d128_192x\d+", r"sm90_bf16_d128_\d+x\d+"),
     ((64, 64), ["many_queries"], r"sm90_bf16_d64_\d+x\d+", r"sm90_bf16_d64_\d+x\d+"),
     ((64, 64), [], r"sm90_bf16_d64_\d+x\d+_few", r"sm90_bf16_d64_\d+x\d+"),
     ((72, 72), ["many_queries"], r"sm90_bf16_d80_\d+x\d+", r"sm90_bf16_d96_\d+x\d+"),

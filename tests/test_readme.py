@@ -29,6 +29,8 @@ def served(row) -> str:
     if not missing - {"many_queries", "many_rows"}:
         return "every call" if not missing else f"calls of up to {row.rows} queries and heads of a KV head"
     calls = "plain calls" if "many_queries" in row.serves else "plain calls of up to 128 queries"
+    if "small_tiles" in missing:
+        calls = "plain calls of many queries and keys"
     if row.op == "decode" and "own_values" in missing:
         calls = "plain calls with V in the first columns of K, from 320 on in steps of 64"
     elif row.op == "decode" and "few_rows" in missing:

@@ -284,11 +284,9 @@ struct ScoreRows {
   // Products become logits.
   __device__ void modify(float (&s)[kScores], int key) const {
     const Logits& logits = f.logits;
-    if (logits.softcap > 0) {  // tanh x = 1 - 2 / (1 + e^2x), to about 1e-7
-      const float twice = 2 * kLog2E * logits.cap_slope;
+    if (logits.softcap > 0) {
 #pragma unroll
-      for (int e = 0; e < kScores; ++e)
-        s[e] = logits.softcap * (1 - 2 * ptx::rcp(1 + ptx::ex2(s[e] * twice)));
+      for (int e = 0; e < kScores; ++e) s[e] = logits.cap(s[e]);
     } else {
 #pragma unroll
       for (int e = 0; e < kScores; ++e) s[e] *= logits.scale;
@@ -321,34 +319,6 @@ struct ScoreRows {
     return bits < 32 ? (1u << bits) - 1 : ~0u;
   }
 };
-
-// S = Q K^T of a warp's 16 rows once more, by mma.sync from the tiles in shared memory, where wgmma could not
-// be: in a branch that one warp takes alone.
-template <class C, class Q, class K, int n>
-__device__ inline void multiply_again(float (&s)[n], const Q& q, const K& k, int warp_row, int thread_lane) {
-  const int lane = ptx::recomputed(thread_lane);  // addresses that follow from it are not worth registers
-#pragma unroll
-  for (int e = 0; e < n; ++e) s[e] = 0;
-#pragma unroll 1
-  for (int d = 0; d < C::kHeadDim; d += 16) {
-    uint32_t a[4];
-    ptx::ldmatrix_x4(a, q.chunk(warp_row + lane % 16, d / 8 + lane / 16));
-#pragma unroll
-    for (int key = 0; key < C::kKeys; key += 16) {
-      uint32_t b[4];
-      ptx::ldmatrix_x4(b, k.chunk(key + lane % 8 + lane / 16 * 8, d / 8 + lane / 8 % 2));
-#pragma unroll
-      for (int block = 0; block < 2; ++block) {
-        float x[4];
-#pragma unroll
-        for (int e = 0; e < 4; ++e) x[e] = s[(key / 8 + block) * 4 + e];
-        ptx::mma_m16n8k16<C::kDType>(x, a, b[2 * block], b[2 * block + 1]);
-#pragma unroll
-        for (int e = 0; e < 4; ++e) s[(key / 8 + block) * 4 + e] = x[e];
-      }
-    }
-  }
-}
 
 // Of `rows` rows from `begin` on those outside [first, last) become zeros.  A warpgroup does it for itself;
 // several may write the same zeros.
@@ -384,7 +354,7 @@ __device__ inline void finish_rows(const Forward& f, const ForwardShared<C>& sha
     float sink = -INFINITY;
     if (p.score.sink.data && counts)
       sink = load_number(p.score.sink.data, p.score.sink.dtype, rows.head(row) * p.score.sink.head);
-    const float reference = counts ? softmax.reference[half] : -INFINITY;
+    const float reference = counts && softmax.top[half] > -INFINITY ? softmax.reference[half] : -INFINITY;
     const float total = quad_sum(counts ? softmax.sum[half] : 0.f);
     const RowResult result = finish_row(total, reference, reference, sink);
     factor[half] = result.factor;
@@ -493,12 +463,6 @@ __device__ inline void consume(const Forward& f, const ForwardShared<C>& shared,
   const bool softcapped = C::kGeneral && f.logits.softcap > 0 && !p.score.alibi.data;
   const bool modified = C::kGeneral && (f.logits.softcap > 0 || p.score.alibi.data);
   const float scale = modified ? 1.f : f.logits.scale;
-  const Bounds all{-INFINITY, INFINITY}, none{INFINITY, INFINITY};
-  // The largest logit is known only if every update is exact.
-  const Bounds near = softcapped && !p.max_logit.data ? f.logits.near.bounds : none,
-               far = p.max_logit.data ? none
-                     : softcapped     ? f.logits.far.bounds
-                                      : all;
   // Rows past the end of a sequence are zeros where the tensor ends, otherwise anything.
   const bool anything_past_queries = p.seqlen_q.cu || p.seqlen_q.used,
              anything_past_keys = C::kCached || p.seqlen_k.cu || p.seqlen_k.used;
@@ -567,11 +531,6 @@ __device__ inline void consume(const Forward& f, const ForwardShared<C>& shared,
       for (int step = 0; step < kSteps; ++step)
         ptx::ldmatrix_x4(q_frag[step], shared.q(q_stage).chunk(warp_row + lane % 16, step * 2 + lane / 16));
   };
-  const auto start_softmax = [&] {
-    // Of few weights each one's rounding shows, so that the largest shall be 1: relative to the true maximum.
-    const bool few = seen_first == Share::kFew;
-    softmax.start(few ? none : near, few ? none : far);
-  };
   const auto multiply_qk = [&] {  // S = Q K^T, asynchronously
     using QK = Wgmma<C::kDType, C::kKeys>;
     // Descriptors of Q are computed again: there are not enough uniform registers to keep them.
@@ -585,11 +544,6 @@ __device__ inline void consume(const Forward& f, const ForwardShared<C>& shared,
       else
         QK::ss(s, q_rows + Shared::Q::k_step(step * 16), k_rows + Shared::K::k_step(step * 16), step > 0);
     ptx::wgmma_commit_group();
-  };
-  const auto pack_weights = [&] {
-#pragma unroll
-    for (int i = 0; i < kScores / 2; ++i)
-      weights[i / 4][i % 4] = ptx::cvt_pack<C::kDType>(s[2 * i], s[2 * i + 1]);
   };
   const auto multiply_pv = [&](int stage, bool clear) {  // O += P V of this block, asynchronously
     const typename Shared::V v = shared.v(v_ring.stage);
@@ -608,37 +562,38 @@ __device__ inline void consume(const Forward& f, const ForwardShared<C>& shared,
     ptx::wgmma_commit_group();
     add = true;
   };
-  // Scores become weights.  True: what was added to `out` must be multiplied by softmax.rescale.
-  const auto update = [&](int key, auto first_of_tile) {
-    constexpr bool kFirst = decltype(first_of_tile)::value;
-    // The least first sum of a row whose 16-bit weights are precise; bf16 has the exponents of fp32.
-    constexpr float kLeast = C::kDType == DType::f16 ? 0.25f : 1e-15f;
-    const auto hide = [&] {
-      if (key < seen_first || key + C::kKeys > seen_last) rows_of(work_stage).hide(s, key);
-    };
-    if (softmax.far) {
-      bool done;
-      if (!softcapped && modified) rows_of(work_stage).modify(s, key);
-      hide();
-      if (C::kGeneral && softcapped)
-        done = softmax.near
-                   ? softmax.fast_update<kFirst>(
-                         s, fmaxf(kLeast, f.logits.near.least),
-                         [&](float x, float minus) { return f.logits.near.template at<3>(x, minus); })
-                   : softmax.fast_update<kFirst>(
-                         s, fmaxf(kLeast, f.logits.far.least),
-                         [&](float x, float minus) { return f.logits.far.template at<5>(x, minus); });
-      else
-        done = softmax.fast_update<kFirst>(s, kLeast,
-                                           [&](float x, float minus) { return fmaf(x, scale, minus); });
-      if (done) return false;
-      multiply_again<C>(s, shared.q(q_stage), shared.k(k_ring.stage), warp_row, lane);
+  const auto hide = [&](int key) {
+    if (key < seen_first || key + C::kKeys > seen_last) rows_of(work_stage).hide(s, key);
+  };
+  const auto find_largest = [&](int key) {
+    if (modified && !softcapped) rows_of(work_stage).modify(s, key);
+    hide(key);
+    softmax.raise(s, [&](float x) { return C::kGeneral && softcapped ? f.logits.cap(x) : x * scale; });
+  };
+  const auto weigh = [&](int key) {  // scores become weights
+    const Logits& logits = f.logits;
+    if (!(C::kGeneral && softcapped)) {
+      softmax.weigh(s, [&](float x, float minus) { return fmaf(x, scale, minus); });
+    } else if (softmax.within(logits.near.bounds)) {
+      softmax.weigh(s, [&](float x, float minus) { return logits.near.template at<3>(x, minus); });
+    } else if (softmax.within(logits.far.bounds)) {
+      softmax.weigh(s, [&](float x, float minus) { return logits.far.template at<5>(x, minus); });
+    } else {
+      rows_of(work_stage).modify(s, key);
+      hide(key);
+      softmax.weigh(s, [&](float x, float minus) { return x + minus; });
     }
-    if (modified) rows_of(work_stage).modify(s, key);
-    hide();
-    if (kFirst) softmax.forget_reference();
-    softmax.exact_update(s, scale, near, far);
-    return true;
+#pragma unroll
+    for (int i = 0; i < kScores / 2; ++i)
+      weights[i / 4][i % 4] = ptx::cvt_pack<C::kDType>(s[2 * i], s[2 * i + 1]);
+  };
+  const auto rescale_output = [&] {
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+      if (softmax.grown[half])
+#pragma unroll
+        for (int e = 0; e < kOutputs; ++e)
+          if (e / 2 % 2 == half) out[e] *= softmax.rescale[half];
   };
   float factor[2] = {0, 0};            // of the rows of O
   const auto clear_empty_rows = [&] {  // 0 times anything is not always 0
@@ -651,8 +606,7 @@ __device__ inline void consume(const Forward& f, const ForwardShared<C>& shared,
 #pragma unroll 1
     for (block = last_block; block > own_last && block >= first_block; --block) skip_block();
     if (own_first > own_last) {
-      start_softmax();
-      softmax.forget_reference();
+      softmax.start();
       finish_rows<C>(f, shared, q_stage, rows_of(work_stage), softmax, factor);
 #pragma unroll
       for (int e = 0; e < kOutputs; ++e) out[e] = 0;
@@ -662,13 +616,13 @@ __device__ inline void consume(const Forward& f, const ForwardShared<C>& shared,
     load_queries();
     ptx::mbarrier_wait(shared.k_full(k_ring.stage), k_ring.parity);
     multiply_qk();
-    start_softmax();
+    softmax.start();
     add = false;
     ptx::wgmma_wait_group<0>();
     ptx::written_by_wgmma(s);
-    update(block * C::kKeys, std::true_type{});
     release_k();
-    pack_weights();
+    find_largest(block * C::kKeys);
+    weigh(block * C::kKeys);
     int stage, stage_of_q, unseen;  // of the tile that ends; blocks of it that other warpgroups need
     bool was_dirty;
     for (;;) {
@@ -681,15 +635,13 @@ __device__ inline void consume(const Forward& f, const ForwardShared<C>& shared,
         pass_turn();
         ptx::wgmma_wait_group<1>();
         ptx::written_by_wgmma(s);
-        const bool rescale = update((block - 1) * C::kKeys, std::false_type{});
         release_k();
+        find_largest((block - 1) * C::kKeys);
         ptx::wgmma_wait_group<0>();
         ptx::written_by_wgmma(out);
         release_v();
-        pack_weights();
-        if (rescale)
-#pragma unroll
-          for (int e = 0; e < kOutputs; ++e) out[e] *= softmax.rescale[e / 2 % 2];
+        rescale_output();
+        weigh((block - 1) * C::kKeys);
       }
       // The last block of the tile goes together with the first of the next one, if the warpgroup skips none
       // between them.
@@ -708,17 +660,17 @@ __device__ inline void consume(const Forward& f, const ForwardShared<C>& shared,
       multiply_pv(stage, was_dirty);
       pass_turn();
       finish_rows<C>(f, shared, stage_of_q, rows_of(stage), softmax, factor);
-      start_softmax();
+      softmax.start();
       add = false;
       block = last_block;
       ptx::wgmma_wait_group<1>();
       ptx::written_by_wgmma(s);
-      update(block * C::kKeys, std::true_type{});
       release_k();
+      find_largest(block * C::kKeys);
       ptx::wgmma_wait_group<0>();
       ptx::written_by_wgmma(out);
       release_v();
-      pack_weights();
+      weigh(block * C::kKeys);
       clear_empty_rows();
       write_output<C>(f, shared, stage_of_q, shared.get_work(stage), out, factor, warpgroup, thread);
     }

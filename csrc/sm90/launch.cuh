@@ -36,7 +36,7 @@ inline int processors() {
   return known_count;
 }
 
-// Query heads that share a tile: all of a KV head if that leaves fewer rows of tiles empty.  Not when packed:
+// Query heads that share a tile: more than one if that leaves fewer rows of tiles empty.  Not when packed:
 // what becomes of a sequence shall not depend on the length of others.
 template <class C>
 int heads_in_tile(const ForwardParams& p) {
@@ -49,16 +49,14 @@ int heads_in_tile(const ForwardParams& p) {
 }
 
 // c tanh(f x) with tanh's odd polynomial of least relative error up to an argument.  Weights below 2^-24 of a
-// row's sum do not count, so that arguments may be too negative (the polynomial grows with them), and no
-// logit of a fast update exceeds its reference by more than kLargestPower.
+// row's sum do not count, so that arguments may be too negative (the polynomial grows with them).
 inline SoftcapPolynomial softcap_polynomial(float c, float f, const float (&coefficients)[5],
                                             float tanh_end) {
   SoftcapPolynomial polynomial{};
   float factor = c * f;
   for (int i = 0; i < 5; ++i, factor *= f * f) polynomial.factors[i] = coefficients[i] * factor;
   const float low = 24 - c * tanh_end;
-  polynomial.bounds = {low, c * tanh_end - OnlineSoftmax::kLargestPower};
-  polynomial.least = std::exp2(low);
+  polynomial.bounds = {low, c * tanh_end};
   return polynomial;
 }
 
@@ -112,13 +110,10 @@ int launch_forward(const ForwardParams& p, void* stream) {
   schedule.units_of_k = Divisor(static_cast<unsigned>(units / p.heads_k));
   schedule.ticket = tiles > blocks ? take_counters<kTickets>(cuda_stream) : -1;
   if (!ragged) {
-    // Tiles of so many heads together that short ones fill the gaps at the end, and that blocks of one head
-    // walk over K and V at the same time (measured: docs/sm90_forward.md); all, if they are few.  Without a
-    // causal mask tile after tile of a head.
-    const int64_t together = p.score.window_right < 0 ? 1
-                             : tiles <= 512           ? 512
-                                                      : clamp(p.seqlen_k.rows / 4, 128, 1024);
-    const int64_t section = std::min(std::max<int64_t>(1, together / of_unit), p.batch * units);
+    // Tiles of so many heads together that short ones fill the gaps at the end, and that the few blocks of a
+    // head walk over K and V at the same time (measured: docs/sm90_forward.md).  Without a causal mask tile
+    // after tile of a head.
+    const int64_t section = std::min<int64_t>(p.score.window_right < 0 ? 1 : 64, p.batch * units);
     schedule.tiles = static_cast<int>(tiles);
     schedule.tiles_of_unit = static_cast<int>(of_unit);
     schedule.all_units = static_cast<int>(p.batch * units);

@@ -141,6 +141,12 @@ __device__ inline void written_by_wgmma(float (&x)[n]) {
 // A branch that depends on that arithmetic holds it below: this is what the branch does, hardly ever.
 __device__ inline void hold() { asm volatile("nanosleep.u32 20;" ::: "memory"); }
 
+// The largest of three numbers, the first of which is not negative: in one instruction, since such floats are
+// ordered like their bits.
+__device__ inline float max_from(float positive, float x, float y) {
+  return __int_as_float(__vimax3_s32(__float_as_int(positive), __float_as_int(x), __float_as_int(y)));
+}
+
 __device__ inline void stmatrix_x4(uint32_t to, uint32_t x0, uint32_t x1, uint32_t x2, uint32_t x3) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x0), "r"(x1),
                "r"(x2), "r"(x3)

@@ -1,8 +1,6 @@
 // Which tile a block works on next, and which keys the tile needs.
 #pragma once
 
-#include <climits>
-
 #include "common/divisor.h"
 #include "common/score.cuh"
 
@@ -19,10 +17,8 @@ struct Work {
 static_assert(sizeof(Work) == 48, "three vectors");
 
 // What a warpgroup needs of it: of the blocks those from last_block to first_block, none if they are the
-// wrong way round.  All of its rows see the keys of [seen_first, seen_last), and kManyKeys or more, or
-// seen_first is kFew.
+// wrong way round.  All of its rows see the keys of [seen_first, seen_last).
 struct Share {
-  static constexpr int kManyKeys = 64, kFew = INT_MAX;
   int first_block, last_block, seen_first, seen_last;
 };
 
@@ -39,9 +35,7 @@ __device__ inline Share share_of(const Work& work, int warpgroup, int group) {
   const VisibleKeys& visible = work.visible;
   const int first_key = visible.first(first), last_key = visible.last(last);
   const bool any = work.blocks > 0 && first_key < last_key;
-  const bool few =
-      visible.last(first) - first_key < Share::kManyKeys || last_key - visible.first(last) < Share::kManyKeys;
-  return {first_key / C::kKeys, any ? (last_key - 1) / C::kKeys : -1, few ? Share::kFew : visible.first(last),
+  return {first_key / C::kKeys, any ? (last_key - 1) / C::kKeys : -1, visible.first(last),
           visible.last(first)};
 }
 

@@ -12,32 +12,63 @@ struct Bounds {
   __device__ bool hold(float x) const { return low < x && x <= high; }
 };
 
-// Weights are powers of two relative to a reference of each row, in log2 units.  The exact update takes the
-// largest logit so far.  The fast one keeps the reference, 0 at first, looks for no maximum, and finds out
-// from the sum whether that was right: weights may exceed 1, but while the sum of a lane's weights stays
-// under 2^kLargestPower neither they nor their 16-bit forms overflow, and no sum loses precision; and the
-// first sum of a row must not be so small that 16-bit weights lose any.  If it is wrong, the scores must be
-// computed again.
+// Weights are powers of two relative to the largest score of the row so far, so that the largest weight is 1
+// and not rounded.
 struct OnlineSoftmax {
-  static constexpr int kLargestPower = 13;
-  float reference[2], sum[2];  // sums of this lane's columns
-  float rescale[2];            // of earlier sums and outputs, by the latest exact update
-  bool near, far;  // all references of the warp lie within these bounds, so that fast updates may follow
+  float top[2], reference[2];  // the largest score and its logit in log2 units, 0 where there is no score yet
+  float sum[2];                // of this lane's weights
+  float rescale[2];            // of earlier sums and outputs, after the latest block
+  bool grown[2];               // is it other than 1 in a row of the warp?
+  bool positive;               // is no row's largest score below 0, in the warp?
 
-  __device__ void start(Bounds near_bounds, Bounds far_bounds) {
-    reference[0] = reference[1] = sum[0] = sum[1] = 0;
-    near = near_bounds.hold(0);
-    far = far_bounds.hold(0);
+  __device__ void start() {
+    top[0] = top[1] = -INFINITY;
+    sum[0] = sum[1] = 0;
+    positive = false;
   }
 
-  __device__ void forget_reference() { reference[0] = reference[1] = -INFINITY; }
+  // Takes a block's scores into account.  logit(x): of such a score.
+  template <int n, class Logit>
+  __device__ void raise(const float (&s)[n], Logit logit) {
+    float reached[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float x[2] = {top[half], top[half]};
+#pragma unroll
+      for (int j = 0; j < n / 4; ++j)
+        x[j % 2] = ptx::max_from(x[j % 2], s[4 * j + 2 * half], s[4 * j + 2 * half + 1]);
+      reached[half] = ptx::max_from(x[0], x[1], x[1]);
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {  // of the quad, in one exchange
+      const float x = reached[half], a = __shfl_xor_sync(0xFFFFFFFFu, x, 1),
+                  b = __shfl_xor_sync(0xFFFFFFFFu, x, 2), c = __shfl_xor_sync(0xFFFFFFFFu, x, 3);
+      reached[half] = ptx::max_from(ptx::max_from(x, a, b), c, c);
+    }
+    if (!positive) {  // all that was wrong
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        reached[half] = top[half];
+#pragma unroll
+        for (int j = 0; j < n / 4; ++j)
+          reached[half] = fmaxf(reached[half], fmaxf(s[4 * j + 2 * half], s[4 * j + 2 * half + 1]));
+        reached[half] = quad_max(reached[half]);
+      }
+      positive = __all_sync(0xFFFFFFFFu, reached[0] >= 0 && reached[1] >= 0);
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float before = top[half];
+      top[half] = reached[half];
+      grown[half] = __any_sync(0xFFFFFFFFu, top[half] != before);
+      reference[half] = top[half] == -INFINITY ? 0.f : logit(top[half]);
+      rescale[half] = top[half] == before ? 1.f : ptx::ex2(logit(before) - reference[half]);
+    }
+  }
 
-  // Scores become weights 2^(logit(score) - reference), logit(x, minus) = logit of x, plus minus.  False, and
-  // the scores are lost, if the reference was wrong; the first sum of a row must be `least` or more.  One
-  // answer for the warp.
-  template <bool first, int n, class Logit>
-  __device__ bool fast_update(float (&s)[n], float least, Logit logit) {
-    constexpr float kMost = 1 << kLargestPower;
+  // Scores become weights.  logit(x, minus): logit of x in log2 units, plus minus.
+  template <int n, class Logit>
+  __device__ void weigh(float (&s)[n], Logit logit) {
     float sums[2][2];
 #pragma unroll
     for (int j = 0; j < n / 4; ++j)
@@ -46,45 +77,17 @@ struct OnlineSoftmax {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           float& x = s[4 * j + 2 * half + i];
-          x = ptx::ex2(first ? logit(x, 0.f) : logit(x, -reference[half]));
+          x = ptx::ex2(logit(x, -reference[half]));
           sums[half][i] = j ? sums[half][i] + x : x;
         }
-    const float top = sums[0][0] + sums[0][1], bottom = sums[1][0] + sums[1][1];
-    const float lower = first ? fminf(quad_sum(top), quad_sum(bottom)) : least;
-    if (!__all_sync(0xFFFFFFFFu, fmaxf(top, bottom) <= kMost && lower >= least)) return false;
-    sum[0] += top;
-    sum[1] += bottom;
-    return true;
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+      sum[half] = fmaf(sum[half], rescale[half], sums[half][0] + sums[half][1]);
   }
 
-  // The same with the largest logit so far, scale * score, as the reference.
-  template <int n>
-  __device__ void exact_update(float (&s)[n], float scale, Bounds near_bounds, Bounds far_bounds) {
-    bool is_near = true, is_far = true;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      float top = s[2 * half];
-#pragma unroll
-      for (int j = 0; j < n / 4; ++j) top = fmaxf(top, fmaxf(s[4 * j + 2 * half], s[4 * j + 2 * half + 1]));
-      top = fmaxf(reference[half], quad_max(top) * scale);
-      const float base = top == -INFINITY ? 0.f : top;
-      rescale[half] = ptx::ex2(reference[half] - base);
-      reference[half] = top;
-      is_near = is_near && near_bounds.hold(top);
-      is_far = is_far && far_bounds.hold(top);
-      float total = 0;
-#pragma unroll
-      for (int j = 0; j < n / 4; ++j)
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          float& x = s[4 * j + 2 * half + i];
-          x = ptx::ex2(fmaf(x, scale, -base));
-          total += x;
-        }
-      sum[half] = sum[half] * rescale[half] + total;
-    }
-    near = __all_sync(0xFFFFFFFFu, is_near);
-    far = __all_sync(0xFFFFFFFFu, is_far);
+  // May every row's logits be computed by what is right for references within these bounds?
+  __device__ bool within(Bounds bounds) const {
+    return __all_sync(0xFFFFFFFFu, bounds.hold(reference[0]) && bounds.hold(reference[1]));
   }
 };
 
@@ -94,7 +97,6 @@ struct SoftcapPolynomial {
   static constexpr int kMostTerms = 5;
   float factors[kMostTerms];
   Bounds bounds;
-  float least;  // the same of the first sum of a row, while its reference is 0
 
   template <int terms>
   __device__ float at(float x, float minus) const {
@@ -111,6 +113,10 @@ struct Logits {
   float scale;               // of what modify() leaves, otherwise of the products
   float softcap, cap_slope;  // c and f above; c 0: none
   SoftcapPolynomial near, far;
+
+  __device__ float cap(float x) const {  // tanh x = 1 - 2 / (1 + e^2x), to about 1e-7
+    return softcap * (1 - 2 * ptx::rcp(1 + ptx::ex2(x * (2 * kLog2E * cap_slope))));
+  }
 };
 
 }  // namespace flashattn::sm90

@@ -103,7 +103,7 @@ bool run_case(const Instance<Params>& kernel, const Case& c, DType dtype, int nu
       {Order::greedy, 1}, {Order::round_robin, 3}, {Order::greedy_backwards, 2}};
   static const char* const names[] = {"greedy", "round robin", "greedy backwards"};
   ProblemOf<Params> problem(c, dtype, number);
-  const uint32_t served = kernel.serves | set_of(Need::few_rows);  // which is a matter of speed
+  const uint32_t served = kernel.serves | set_of(Need::small_tiles, Need::few_rows);  // matters of speed
   if (needs(static_cast<Params>(problem.params())) & ~served) return true;
   printf("%s %d, %s: %s:", kernel.name, number, names[number % 3], c.text().c_str());
   fflush(stdout);

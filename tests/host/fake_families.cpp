@@ -28,7 +28,7 @@ constexpr Instance<Params> row(const char* name, const char* family, const Famil
 
 constexpr uint32_t kHalf = set_of(DType::f16), kBoth = set_of(DType::f16, DType::bf16);
 constexpr uint32_t kEvery = set_of(DType::f32, DType::f64, DType::f16, DType::bf16);
-constexpr uint32_t kMany = set_of(Need::many_queries);
+constexpr uint32_t kSmall = set_of(Need::small_tiles), kMany = kSmall | set_of(Need::many_queries);
 constexpr uint32_t kSome = kMany | set_of(Need::addressing, Need::max_logit);
 
 extern const Family sm75, sm80, plain_cpu;
@@ -38,7 +38,10 @@ const Instance<ForwardParams> kWide =
 const Instance<ForwardParams> kRest = row<ForwardParams>("rest", "sm80", &sm80, 80, kEvery, 0, kEveryNeed, 0);
 const Instance<ForwardParams> kOld =
     row<ForwardParams>("old", "sm75", &sm75, 75, kHalf, 128, kEveryNeed, 64 << 10);
-const Instance<ForwardParams> kBare = row<ForwardParams>("bare", "plain_cpu", nullptr, 0, kEvery, 0, 0, 0);
+const Instance<ForwardParams> kLarge =
+    row<ForwardParams>("large", "plain_cpu", nullptr, 0, kEvery, 0, set_of(Need::many_queries), 0);
+const Instance<ForwardParams> kBare =
+    row<ForwardParams>("bare", "plain_cpu", nullptr, 0, kEvery, 0, kSmall, 0);
 const Instance<ForwardParams> kLong =
     row<ForwardParams>("long", "plain_cpu", nullptr, 0, kEvery, 0, kMany, 0);
 const Instance<ForwardParams> kPlain =
@@ -52,7 +55,7 @@ const Instance<DecodeParams> kLatent = row<DecodeParams>("latent", "plain_cpu", 
 
 const Instance<ForwardParams>* const kForward80[] = {&kNew, &kWide, &kRest, nullptr};
 const Instance<ForwardParams>* const kForward75[] = {&kOld, nullptr};
-const Instance<ForwardParams>* const kForwardCpu[] = {&kBare, &kLong, &kPlain, nullptr};
+const Instance<ForwardParams>* const kForwardCpu[] = {&kLarge, &kBare, &kLong, &kPlain, nullptr};
 const Instance<BackwardParams>* const kBackwardCpu[] = {&kBareBackward, &kPlainBackward, nullptr};
 const Instance<BackwardParams>* const kNoBackward[] = {nullptr};
 const Instance<DecodeParams>* const kDecodeCpu[] = {&kLatent, nullptr};

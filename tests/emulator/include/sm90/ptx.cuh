@@ -92,6 +92,17 @@ template <int n>
 void written_by_wgmma(float (&)[n]) {}
 inline void hold() {}
 
+// Bits as on the device, so that a negative first number is an error here too.
+inline float max_from(float positive, float x, float y) {
+  const float numbers[3] = {positive, x, y};
+  int bits[3], most;
+  memcpy(bits, numbers, sizeof bits);
+  most = std::max(std::max(bits[0], bits[1]), bits[2]);
+  float result;
+  memcpy(&result, &most, sizeof result);
+  return result;
+}
+
 // Lane 8 i + r gives the address of row r of matrix i, lane l elements 2 (l % 4) + {0, 1} of row l / 4 of
 // each, or of its transpose.
 template <bool transposed>

@@ -316,7 +316,7 @@ COUNTED = {  # help, peers, rows, table of all rows where the README has fewer, 
     "memory-cuda": ("peak memory on a CUDA device, to a million tokens",
                     "ours,plain,sdpa_flash,cudnn", memory_rows, None, 60.0),
     "exact": ("error against float64 on a CUDA device",
-              "ours,ours_max,sdpa_flash,fa3,cudnn,plain", exact_rows, None, 60.0),
+              "ours,sdpa_flash,fa3,cudnn,plain", exact_rows, None, 60.0),
     "cold": ("sizes, imports and first calls in fresh processes", "ours", cold_rows, None, 60.0)}
 
 

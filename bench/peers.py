@@ -138,16 +138,6 @@ class Ours(Peer):
         return flashattn.explain(*tensors, op=op, **options).kernel or ""
 
 
-class OursMax(Ours):
-    """Ours asked for the largest logit too: every weight is relative to the largest one so far."""
-
-    def refuses(self, shape: Shape) -> str:
-        return super().refuses(shape) or ("" if shape.op == "forward" else "forward only")
-
-    def bind(self, shape: Shape, device: torch.device) -> Attend:
-        return first(super().bind(shape, device), return_max_logit=True)
-
-
 class Sdpa(Peer):
     """torch's scaled_dot_product_attention, on any device; without a backend torch chooses one itself."""
 
@@ -425,7 +415,6 @@ def reason(error: BaseException) -> str:
 
 PEERS = {peer.name: peer for peer in (
     Ours("ours"),
-    OursMax("ours_max", "flashattn with return_max_logit"),
     Sdpa("sdpa", "torch's scaled_dot_product_attention"),
     Sdpa("sdpa_flash", "FlashAttention-2, torch's FLASH_ATTENTION", SDPBackend.FLASH_ATTENTION),
     Sdpa("cudnn", "cuDNN, torch's CUDNN_ATTENTION", SDPBackend.CUDNN_ATTENTION),

@@ -20,7 +20,6 @@ STYLE = {
     "savefig.facecolor": "white"}
 LOOK = {  # peer: colour, marker, name in a legend
     "ours": ("#c8102e", "o", "flashattn"),
-    "ours_max": ("#e8707f", "p", "flashattn, max logit"),
     "cudnn": ("#3a7d2c", "s", "cuDNN"),
     "fa3": ("#1f5fa8", "D", "FlashAttention-3"),
     "fa4": ("#6b4ea0", "P", "FlashAttention-4"),

@@ -546,6 +546,7 @@ _LATENT = (*_MANY, "leftpad", "few_rows")
 _SM90_FORWARD = (
     ("forward", 64, 64, _FEW, 64, 1, 3, 2, 2, 2, False, False),
     ("forward", 64, 64, _MANY, 128, 3, 1, 2, 2, 2, False, True),
+    ("forward", 80, 80, _LARGE, 96, 3, 1, 2, 2, 2, False, True),
     ("forward", 80, 80, _MANY, 128, 2, 1, 2, 2, 2, True, True),
     ("forward", 96, 96, _LARGE, 96, 3, 1, 2, 2, 2, False, True),
     ("forward", 96, 96, _MANY, 128, 2, 1, 2, 2, 2, True, True),

@@ -162,7 +162,8 @@ FAULTS = {  # name: rows, file, text, the text that replaces it
         "ptx::mbarrier_wait(shared.o_full(q_ring.stage, warpgroup), q_ring.parity);", ""),
     "NaN in V past a sequence's end": (
         HOPPER, "sm90/forward.cuh", "if (first > 0 || last < C::kKeys)", "if (first > last)"),
-    "negative numbers ordered like their bits": (HOPPER, "sm90/softmax.cuh", "if (!positive) {", "if (false) {"),
+    "negative numbers ordered like their bits": (
+        HOPPER, "sm90/softmax.cuh", "if (first || !positive) {", "if (first) {"),
     "the maximum of three lanes": (
         HOPPER, "sm90/softmax.cuh", "ptx::max_from(ptx::max_from(x, a, b), c, c)", "ptx::max_from(x, a, b)"),
     "an output relative to an old maximum": (

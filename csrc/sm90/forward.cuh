@@ -565,10 +565,12 @@ __device__ inline void consume(const Forward& f, const ForwardShared<C>& shared,
   const auto hide = [&](int key) {
     if (key < seen_first || key + C::kKeys > seen_last) rows_of(work_stage).hide(s, key);
   };
-  const auto find_largest = [&](int key) {
+  const auto find_largest = [&](int key, auto first_of_tile) {
+    constexpr bool kFirst = decltype(first_of_tile)::value;
     if (modified && !softcapped) rows_of(work_stage).modify(s, key);
     hide(key);
-    softmax.raise(s, [&](float x) { return C::kGeneral && softcapped ? f.logits.cap(x) : x * scale; });
+    softmax.raise<kFirst>(s,
+                          [&](float x) { return C::kGeneral && softcapped ? f.logits.cap(x) : x * scale; });
   };
   const auto weigh = [&](int key) {  // scores become weights
     const Logits& logits = f.logits;
@@ -621,7 +623,7 @@ __device__ inline void consume(const Forward& f, const ForwardShared<C>& shared,
     ptx::wgmma_wait_group<0>();
     ptx::written_by_wgmma(s);
     release_k();
-    find_largest(block * C::kKeys);
+    find_largest(block * C::kKeys, std::true_type{});
     weigh(block * C::kKeys);
     int stage, stage_of_q, unseen;  // of the tile that ends; blocks of it that other warpgroups need
     bool was_dirty;
@@ -636,7 +638,7 @@ __device__ inline void consume(const Forward& f, const ForwardShared<C>& shared,
         ptx::wgmma_wait_group<1>();
         ptx::written_by_wgmma(s);
         release_k();
-        find_largest((block - 1) * C::kKeys);
+        find_largest((block - 1) * C::kKeys, std::false_type{});
         ptx::wgmma_wait_group<0>();
         ptx::written_by_wgmma(out);
         release_v();
@@ -666,7 +668,7 @@ __device__ inline void consume(const Forward& f, const ForwardShared<C>& shared,
       ptx::wgmma_wait_group<1>();
       ptx::written_by_wgmma(s);
       release_k();
-      find_largest(block * C::kKeys);
+      find_largest(block * C::kKeys, std::true_type{});
       ptx::wgmma_wait_group<0>();
       ptx::written_by_wgmma(out);
       release_v();
@@ -696,7 +698,8 @@ __global__ void __launch_bounds__(ForwardShared<C>::kThreads, C::kBlocks)
   // What the block is launched with is divided again: producers need few registers.
   constexpr int kThreads = ForwardShared<C>::kThreads,
                 kAll = 65536 / C::kBlocks / (8 * kThreads) * 8 * kThreads;
-  constexpr int kProducerRegisters = C::kWarpgroups == 3 ? 32 : 40,
+  constexpr int kInLoop = C::kKeys * 3 / 4 + C::kHeadDimV / 2,  // registers of S, P and O
+      kProducerRegisters = C::kWarpgroups == 3 && kInLoop > 120 ? 32 : 40,
                 kConsumerRegisters = (kAll / 128 - kProducerRegisters) / C::kWarpgroups / 8 * 8;
   const ForwardShared<C> shared;
   const int warpgroup = __shfl_sync(0xFFFFFFFFu, threadIdx.x / 128, 0);

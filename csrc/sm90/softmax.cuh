@@ -28,24 +28,26 @@ struct OnlineSoftmax {
   }
 
   // Takes a block's scores into account.  logit(x): of such a score.
-  template <int n, class Logit>
+  template <bool first, int n, class Logit>
   __device__ void raise(const float (&s)[n], Logit logit) {
     float reached[2];
+    if constexpr (!first) {
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      float x[2] = {top[half], top[half]};
+      for (int half = 0; half < 2; ++half) {
+        float x[2] = {top[half], top[half]};
 #pragma unroll
-      for (int j = 0; j < n / 4; ++j)
-        x[j % 2] = ptx::max_from(x[j % 2], s[4 * j + 2 * half], s[4 * j + 2 * half + 1]);
-      reached[half] = ptx::max_from(x[0], x[1], x[1]);
+        for (int j = 0; j < n / 4; ++j)
+          x[j % 2] = ptx::max_from(x[j % 2], s[4 * j + 2 * half], s[4 * j + 2 * half + 1]);
+        reached[half] = ptx::max_from(x[0], x[1], x[1]);
+      }
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {  // of the quad, in one exchange
+        const float x = reached[half], a = __shfl_xor_sync(0xFFFFFFFFu, x, 1),
+                    b = __shfl_xor_sync(0xFFFFFFFFu, x, 2), c = __shfl_xor_sync(0xFFFFFFFFu, x, 3);
+        reached[half] = ptx::max_from(ptx::max_from(x, a, b), c, c);
+      }
     }
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {  // of the quad, in one exchange
-      const float x = reached[half], a = __shfl_xor_sync(0xFFFFFFFFu, x, 1),
-                  b = __shfl_xor_sync(0xFFFFFFFFu, x, 2), c = __shfl_xor_sync(0xFFFFFFFFu, x, 3);
-      reached[half] = ptx::max_from(ptx::max_from(x, a, b), c, c);
-    }
-    if (!positive) {  // all that was wrong
+    if (first || !positive) {  // that was wrong
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         reached[half] = top[half];

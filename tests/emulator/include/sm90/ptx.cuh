@@ -38,7 +38,8 @@ void each_of_box(uint32_t address, const CUtensorMap& map, const int (&first)[5]
           inside &= place[i] >= 0 && place[i] < map.sizes[i];
           offset += place[i] * steps[i];
         }
-        const uint32_t to = address - emulator::kSharedWindow + (outer * map.box[1] + inner) * 128 + column * 2;
+        const uint32_t to =
+            address - emulator::kSharedWindow + (outer * map.box[1] + inner) * 128 + column * 2;
         f(swizzled(to), inside ? map.data + offset : nullptr);
       }
 }

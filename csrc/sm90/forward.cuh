@@ -569,8 +569,8 @@ __device__ inline void consume(const Forward& f, const ForwardShared<C>& shared,
     constexpr bool kFirst = decltype(first_of_tile)::value;
     if (modified && !softcapped) rows_of(work_stage).modify(s, key);
     hide(key);
-    softmax.raise<kFirst>(s,
-                          [&](float x) { return C::kGeneral && softcapped ? f.logits.cap(x) : x * scale; });
+    const auto logit = [&](float x) { return C::kGeneral && softcapped ? f.logits.cap(x) : x * scale; };
+    softmax.raise<kFirst>(s, logit);
   };
   const auto weigh = [&](int key) {  // scores become weights
     const Logits& logits = f.logits;
@@ -629,7 +629,7 @@ __device__ inline void consume(const Forward& f, const ForwardShared<C>& shared,
     bool was_dirty;
     for (;;) {
       for (; block > own_first; --block) {
-        // S of the next block and O of this one; softmax of the next under the second of the two.
+        // S of the next block and O of this one; under the second, the largest scores of the next.
         ptx::mbarrier_wait(shared.k_full(k_ring.stage), k_ring.parity);
         take_turn();
         multiply_qk();

@@ -90,6 +90,10 @@ uint32_t needs_beside_keys(const ForwardParams& p) {
          needs(p.out, p.seqlen_q, p.heads_q, p);
 }
 
+uint32_t needs_with_keys(const ForwardParams& p) {
+  return needs_beside_keys(p) | needs(p.k, p.seqlen_k, p.heads_k, p) | needs(p.v, p.seqlen_k, p.heads_k, p);
+}
+
 // Are there too few tiles of queries, all keys of which go through one block, to occupy the device, or too
 // few rows in a tile?  The limits are measured (docs/decode.md).  Whoever forces a family gets it all the
 // same.
@@ -139,8 +143,7 @@ Reasons*& explanation() {
 }
 
 uint32_t needs(const ForwardParams& p) {
-  return needs_beside_keys(p) | need_if(small_tiles(p), Need::small_tiles) |
-         needs(p.k, p.seqlen_k, p.heads_k, p) | needs(p.v, p.seqlen_k, p.heads_k, p);
+  return needs_with_keys(p) | need_if(small_tiles(p), Need::small_tiles);
 }
 
 uint32_t needs(const DecodeParams& p) {
@@ -161,8 +164,7 @@ uint32_t needs(const DecodeParams& p) {
 }
 
 uint32_t needs(const BackwardParams& p) {
-  return (needs(static_cast<const ForwardParams&>(p)) & ~set_of(Need::small_tiles)) |
-         needs(p.dout, p.seqlen_q, p.heads_q, p);
+  return needs_with_keys(p) | needs(p.dout, p.seqlen_q, p.heads_q, p);
 }
 
 int cpu_level() {

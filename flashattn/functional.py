@@ -81,8 +81,7 @@ def forward(
         return_lse: also return the log-sum-exp of the scores (with the sink), natural logarithm, float32
             (float64 for float64 inputs), (B, Hq, Sq) or (Hq, total_q).  It is differentiable.
         return_max_logit: also return the largest score of each head (after softcap, bias and masks, without
-            the sink), (Hq), dtype of the LSE.  It has no gradient.  Asking for it may change the last bit of
-            out.
+            the sink), (Hq), dtype of the LSE.  It has no gradient.
         out: (like q, with Dv) tensor that receives the result; not differentiable.
 
     Returns:

@@ -131,8 +131,7 @@ found["table"] = [
         CHIPS.items(), ("forward", "backward"), ("bfloat16", "float32"),
         ((64, 64), (72, 72), (128, 128), (192, 128), (192, 192), (256, 256), (512, 512)),
         ([], ["many_queries"], ["many_queries", "small_tiles"], ["softcap", "many_queries"], ["alibi"],
-         ["bias"], ["addressing"],
-         ["alignment"]))]
+         ["bias"], ["addressing"], ["alignment"]))]
 found["table"] += [
     [90, "decode", "bfloat16", *dims, needs, next(name for name, why_not in extension.candidates(
         "decode", "cuda", "bfloat16", *dims, needs, 90, CHIPS[90] << 10) if not why_not)]

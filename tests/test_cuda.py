@@ -524,7 +524,7 @@ def test_the_forward_repeats_its_bits(device, dims):
 @pytest.mark.parametrize("kind", ["causal", "few queries", "packed", "large tiles"])
 def test_the_forward_repeats_its_bits_a_thousand_times(device, kind):
     """Heads that share keys, lengths of which no tile is a divisor."""
-    if kind == "large tiles":                                            # without which it is served as well
+    if kind == "large tiles":                                            # of the families that have them
         q, k, v, _ = half(device, batch=1, len_q=1100, len_k=2700, heads=(120, 30), dims=(96, 96))
         options = {"causal": True}
     elif kind == "causal":

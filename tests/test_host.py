@@ -434,7 +434,7 @@ def test_what_a_call_needs(faked, call, bare, plain):
 
 
 def test_when_large_tiles_serve(faked):
-    small = ("does not serve packed sequences, batch_invariant or too few queries and keys for large tiles")
+    small = "does not serve packed sequences, batch_invariant or too few queries and keys for large tiles"
     assert faked["large"] == {
         "large": None, "fewer queries": small, "fewer heads": small, "more batches": None,
         "just enough keys": None, "fewer keys": small, "just enough visible": None, "fewer visible": small,

@@ -511,7 +511,23 @@ def test_large_tiles(device, dims, causal):
     assert (lse - small_lse).abs().max() < 1e-5
 
 
-@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (40, 72)], ids=str)
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("row", [row for row in ROWS if row.op == "forward" and row.module == "sm90"
+                                 and row.dtypes == ("bfloat16",)], ids=lambda row: row.name)
+def test_weights_of_sixteen_keys_have_no_error(device, dtype, row):
+    """On Hopper those of the first keys keep what rounding takes from them: out is the exact one, rounded.
+    (With rounded weights a third of the elements differ.)"""
+    row = next(r for r in ROWS if r.name == row.name.replace("bf16", TABLE.DTYPES[str(dtype)[6:]]))
+    if lacks := needs(row, device):
+        pytest.skip(lacks)
+    q, k, v = dense(device, dtype, len_q=100, len_k=16, dims=dims_of(row))
+    with flashattn.force_family(row.name):
+        out = flashattn.forward(q, k, v)
+    exact = reference.forward(q.double(), k.double(), v.double())[0].to(dtype)
+    assert (out != exact).float().mean() < 0.01
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (40, 72), (192, 128), (256, 256)], ids=str)
 def test_the_forward_repeats_its_bits(device, dims):
     q, k, v, _ = half(device, len_q=700, len_k=900, dims=dims)
     call = functools.partial(flashattn.forward, q, k, v, causal=True, return_lse=True, return_max_logit=True)

@@ -27,6 +27,7 @@ def narrowest_rows() -> list[str]:
         if kind:
             first.setdefault((kind[0], row.name.partition("_d")[0], "softcap" in row.serves,
                               "many_queries" in row.serves, getattr(row, "warpgroups", 0),
+                              getattr(row, "query_stages", 0) == 1,
                               row.keys if hasattr(row, "bulk_sums") else 0), row.name)
     return list(first.values())
 
@@ -64,6 +65,7 @@ def test_every_instruction_is_emulated():
 
 FORWARD, BACKWARD = (rf"{op}_sm80_bf16_d64_\d+x\d+" for op in ("forward", "backward"))
 HOPPER = "forward_sm90_bf16_d64_192x128"
+HOPPER_WIDE = r"forward_sm90_bf16_d192v128_\d+x\d+"
 HOPPER_PREFILL = r"decode_sm90_bf16_d64_\d+x\d+"
 HOPPER_DECODE = r"decode_sm90_bf16_d576v512_\d+x\d+"
 HALVES_BACKWARD = r"backward_sm90_bf16_d192v128_\d+x\d+"
@@ -160,6 +162,19 @@ FAULTS = {  # name: rows, file, text, the text that replaces it
     "O stored before it is there": (
         HOPPER, "sm90/forward.cuh",
         "ptx::mbarrier_wait(shared.o_full(q_ring.stage, warpgroup), q_ring.parity);", ""),
+    "O written over V of the other warpgroup": (
+        HOPPER_WIDE, "sm90/forward.cuh", "ptx::mbarrier_wait(shared.v_full(place), v_ring.parity);", ""),
+    "V written over O that is not stored": (
+        HOPPER_WIDE, "sm90/forward.cuh",
+        "if (ForwardShared<C>::kOutputInValues) turns_of_output += C::kWarpgroups;", ""),
+    "Q written over one that is read": (
+        HOPPER_WIDE, "sm90/forward.cuh", "release_q(block - 1 == own_first);",
+        "release_q(block == last_block);"),
+    "LSE of the tile after": (
+        HOPPER, "sm90/forward.cuh", "(work_stage * C::kRows + row) * 4", "row * 4"),
+    "a remainder of other keys": (
+        HOPPER, "sm90/forward.cuh", "ptx::cvt_unpack<C::kDType>(weights[0][i])",
+        "ptx::cvt_unpack<C::kDType>(weights[1][i])"),
     "NaN in V past a sequence's end": (
         HOPPER, "sm90/forward.cuh", "if (first > 0 || last < C::kKeys)", "if (first > last)"),
     "negative numbers ordered like their bits": (

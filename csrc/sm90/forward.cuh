@@ -27,16 +27,21 @@ struct Forward {
 constexpr int kWorkStages = 2;  // tiles that producers and warpgroups may be apart
 constexpr int kLongTile = 3;    // blocks after the first, in which Q of the next tile arrives
 
-// Shared memory of a block: tiles, then the barriers that say who may touch them.  O takes the place of Q.
+// Shared memory of a block: tiles, then the barriers that say who may touch them.  O takes the place of Q;
+// but where there is one place for Q, that is left to the next tile's, and the O of each warpgroup takes the
+// turn of a V.
 template <class C>
 struct ForwardShared {
+  static constexpr bool kOutputInValues = C::kQueryStages == 1;
   using Q = SlabTile<C::kRows, C::kHeadDim>;
   using K = SlabTile<C::kKeys, C::kHeadDim>;
   using V = SlabTile<C::kKeys, C::kHeadDimV>;
-  using O = SlabTile<C::kRows, C::kHeadDimV>;
+  using O = SlabTile<kOutputInValues ? 64 : C::kRows, C::kHeadDimV>;
+  // So that the place of an O has been copied before the same warpgroup writes its next one.
+  static_assert(!kOutputInValues || (O::kBytes <= V::kBytes && C::kValueStages <= C::kWarpgroups));
   static constexpr int kThreads = (C::kWarpgroups + 1) * 128, kAlignment = 1024;
   static constexpr int kKeyLanes = C::kCached ? 32 : 1;  // that load K and V
-  static constexpr int kQueryBytes = Q::kBytes > O::kBytes ? Q::kBytes : O::kBytes;
+  static constexpr int kQueryBytes = kOutputInValues || Q::kBytes > O::kBytes ? Q::kBytes : O::kBytes;
   static constexpr int kKeyPlace = C::kQueryStages * kQueryBytes,
                        kValuePlace = kKeyPlace + C::kKeyStages * K::kBytes;
   static constexpr int kBarrierPlace = kValuePlace + C::kValueStages * V::kBytes;
@@ -45,19 +50,23 @@ struct ForwardShared {
   static constexpr int kWorkPlace = kBarrierPlace + (kBarriers * 8 + 15) / 16 * 16;
   static constexpr int kWorkVectors = sizeof(Work) / 16, kWorkBytes = (kWorkVectors + C::kWarpgroups) * 16;
   static constexpr int kLsePlace = kWorkPlace + kWorkStages * kWorkBytes;
-  static constexpr int kBytes = kAlignment + kLsePlace + C::kQueryStages * C::kRows * 4;
+  static constexpr int kBytes = kAlignment + kLsePlace + kWorkStages * C::kRows * 4;
 
   uint32_t base = (ptx::shared_address(shared_memory) + kAlignment - 1) / kAlignment * kAlignment;
 
   __device__ Q q(int stage) const { return {base + stage * kQueryBytes}; }
-  __device__ O o(int stage) const { return {base + stage * kQueryBytes}; }
   __device__ K k(int stage) const { return {base + kKeyPlace + stage * K::kBytes}; }
   __device__ V v(int stage) const { return {base + kValuePlace + stage * V::kBytes}; }
+  // Of a warpgroup; the stage is that of Q or of V.
+  __device__ O o(int stage, int warpgroup) const {
+    if (kOutputInValues) return {v(stage).base};
+    return {q(stage).base + warpgroup * 64 * 128};
+  }
 
-  // full: the copy engine has filled the tile, the place of a Work has been written, every thread of a
-  // warpgroup has written its part of O.
-  // empty: every warp is done with K or V; O has been copied from the place of Q; the threads that load K and
-  // V and that copy O are done with a Work, the latter for the warpgroups too.
+  // full: the copy engine has filled the tile, or it is a V's turn that O may take; the place of a Work has
+  // been written; every thread of a warpgroup has written its part of O.
+  // empty: every warp is done with K or V, or O has been copied from there; the same of Q; the threads that
+  // load K and V and that copy O are done with a Work, the latter for the warpgroups too.
   __device__ uint32_t q_full(int stage) const { return barrier(stage); }
   __device__ uint32_t k_full(int stage) const { return barrier(C::kQueryStages + stage); }
   __device__ uint32_t v_full(int stage) const { return barrier(C::kQueryStages + C::kKeyStages + stage); }
@@ -98,13 +107,14 @@ struct ForwardShared {
     return share;
   }
 
-  __device__ uint32_t lse(int stage, int row) const {
-    return base + kLsePlace + (stage * C::kRows + row) * 4;
+  __device__ uint32_t lse(int work_stage, int row) const {
+    return base + kLsePlace + (work_stage * C::kRows + row) * 4;
   }
 
   __device__ void init_barriers() const {
     for (int i = 0; i < C::kQueryStages; ++i) {
-      ptx::mbarrier_init(q_full(i), 1), ptx::mbarrier_init(q_empty(i), 1);
+      ptx::mbarrier_init(q_full(i), 1);
+      ptx::mbarrier_init(q_empty(i), kOutputInValues ? C::kWarpgroups * 4 : 1);
       for (int warpgroup = 0; warpgroup < C::kWarpgroups; ++warpgroup)
         ptx::mbarrier_init(o_full(i, warpgroup), 128);
     }
@@ -211,13 +221,21 @@ struct CachedKeyBlocks {
 };
 
 // What one thread of another does, or all of it for a cache: loads the blocks of K and V from the last to the
-// first, as they are needed, V one step after K.
+// first, as they are needed, V one step after K.  The turns that O takes after the last V of a tile it gives
+// away no sooner than the next tile needs a V: its first K must not wait for them.
 template <class C>
 __device__ inline void produce_keys(const Forward& f, const ForwardShared<C>& shared, int lane) {
   using Blocks = std::conditional_t<C::kCached, CachedKeyBlocks<C>, KeyBlocks<C>>;
   Ring<kWorkStages> work_ring;
   Ring<C::kKeyStages> k_ring;
   Ring<C::kValueStages> v_ring;
+  int turns_of_output = 0;
+  const auto give_turns = [&] {
+    for (; turns_of_output > 0; --turns_of_output, v_ring.advance()) {
+      ptx::mbarrier_wait(shared.v_empty(v_ring.stage), v_ring.parity ^ 1);
+      if (lane == 0) ptx::mbarrier_arrive(shared.v_full(v_ring.stage));
+    }
+  };
   for (;; work_ring.advance()) {
     ptx::mbarrier_wait(shared.work_full(work_ring.stage), work_ring.parity);
     const Work work = shared.get_work(work_ring.stage);
@@ -235,13 +253,17 @@ __device__ inline void produce_keys(const Forward& f, const ForwardShared<C>& sh
         k_ring.advance();
       }
       if (step > 0) {
+        give_turns();
         ptx::mbarrier_wait(shared.v_empty(v_ring.stage), v_ring.parity ^ 1);
         blocks.load(shared.v(v_ring.stage), f.v, shared.v_full(v_ring.stage), before, lane);
         v_ring.advance();
       }
       before = place;
     }
+    if (ForwardShared<C>::kOutputInValues) turns_of_output += C::kWarpgroups;
+    if (work.blocks == 0) give_turns();
   }
+  give_turns();
 }
 
 // The 64 rows of a warpgroup, and what happens to their scores.
@@ -342,7 +364,7 @@ __device__ inline float* row_statistic(const Statistic& x, const Work& work, int
 // What normalises the lane's two rows, 0 if one sees no key.  Their LSE goes to shared memory, from where it
 // is stored with O.
 template <class C>
-__device__ inline void finish_rows(const Forward& f, const ForwardShared<C>& shared, int q_stage,
+__device__ inline void finish_rows(const Forward& f, const ForwardShared<C>& shared, int work_stage,
                                    const ScoreRows<C>& rows, const OnlineSoftmax& softmax,
                                    float (&factor)[2]) {
   const ForwardParams& p = f.p;
@@ -359,7 +381,7 @@ __device__ inline void finish_rows(const Forward& f, const ForwardShared<C>& sha
     const RowResult result = finish_row(total, reference, reference, sink);
     factor[half] = result.factor;
     if (rows.lane % 4 == 0)
-      ptx::st_shared_4(shared.lse(q_stage, rows.first_row - work.row + row), __float_as_uint(result.lse));
+      ptx::st_shared_4(shared.lse(work_stage, rows.first_row - work.row + row), __float_as_uint(result.lse));
     if (p.max_logit.data && rows.lane % 4 == 0 && query < work.q_allotted)
       *row_statistic(p.max_logit, work, rows.head(row), query) = result.max_logit;
   }
@@ -375,56 +397,61 @@ __device__ inline bool stored_by_copy(const ForwardParams& p, int rows) {
   return rows >= 64 || !p.seqlen_q.cu;
 }
 
-// What a third warp does: stores LSE, has O stored, and frees its place for Q.
+// What a third warp does: stores LSE, has O stored, and frees its place.
 template <class C>
 __device__ inline void store_outputs(const Forward& f, const ForwardShared<C>& shared, int lane) {
-  using O = typename ForwardShared<C>::O;
+  using Shared = ForwardShared<C>;
+  using O = typename Shared::O;
   Ring<kWorkStages> work_ring;
   Ring<C::kQueryStages> q_ring;
+  int values = 0;  // turns of V so far
   const int group = f.schedule.group;
   for (;; work_ring.advance(), q_ring.advance()) {
     ptx::mbarrier_wait(shared.work_full(work_ring.stage), work_ring.parity);
     const Work work = shared.get_work(work_ring.stage);
     if (work.batch < 0) break;
+    values += work.blocks;
 #pragma unroll
-    for (int warpgroup = 0; warpgroup < C::kWarpgroups; ++warpgroup) {
+    for (int warpgroup = 0; warpgroup < C::kWarpgroups; ++warpgroup, ++values) {
       ptx::mbarrier_wait(shared.o_full(q_ring.stage, warpgroup), q_ring.parity);
       const int rows = rows_left(work, f.schedule.group, warpgroup);
+      const int stage = Shared::kOutputInValues ? values % C::kValueStages : q_ring.stage;
       if (lane == 0 && rows > 0 && stored_by_copy(f.p, rows))
 #pragma unroll
         for (int slab = 0; slab < O::kSlabs; ++slab)
-          ptx::cp_async_bulk_tensor_store(
-              &f.out, shared.o(q_ring.stage).base + slab * O::kSlabBytes + warpgroup * 64 * 128, slab * 64, 0,
-              work.q_first + ((work.row + warpgroup * 64) >> f.schedule.group), work.unit,
-              f.p.seqlen_q.cu ? 0 : work.batch);
-    }
-    __syncwarp();  // all lanes have read the description
-    if (lane == 0) {
-      ptx::cp_async_bulk_commit_group();
-      ptx::mbarrier_arrive(shared.work_empty(work_ring.stage));
+          ptx::cp_async_bulk_tensor_store(&f.out, shared.o(stage, warpgroup).base + slab * O::kSlabBytes,
+                                          slab * 64, 0,
+                                          work.q_first + ((work.row + warpgroup * 64) >> f.schedule.group),
+                                          work.unit, f.p.seqlen_q.cu ? 0 : work.batch);
+      if (lane == 0) ptx::cp_async_bulk_commit_group();
+      if (Shared::kOutputInValues) {  // for all warps
+        if (lane == 0) ptx::cp_async_bulk_wait_group_read();
+        __syncwarp();
+        if (lane < C::kWarpgroups * 4) ptx::mbarrier_arrive(shared.v_empty(stage));
+      }
     }
     for (int row = lane; row < C::kRows; row += 32) {
       const int query = (work.row + row) >> group,
                 head = (work.unit << group) + ((work.row + row) & ((1 << group) - 1));
       if (query < work.q_allotted)
-        *row_statistic(f.p.lse, work, head, query) = ptx::ld_shared_f32(shared.lse(q_ring.stage, row));
+        *row_statistic(f.p.lse, work, head, query) = ptx::ld_shared_f32(shared.lse(work_ring.stage, row));
     }
-    __syncwarp();
-    if (lane == 0) {
+    __syncwarp();  // all lanes have read the description and LSE
+    if (lane == 0) ptx::mbarrier_arrive(shared.work_empty(work_ring.stage));
+    if (!Shared::kOutputInValues && lane == 0) {
       ptx::cp_async_bulk_wait_group_read();
       ptx::mbarrier_arrive(shared.q_empty(q_ring.stage));
     }
   }
 }
 
-// Normalised rows to the place of Q, from where they are stored.
+// Normalised rows to shared memory, from where they are stored.
 template <class C, int n>
 __device__ inline void write_output(const Forward& f, const ForwardShared<C>& shared, int q_stage,
-                                    const Work& work, float (&out)[n], const float (&factor)[2],
-                                    int warpgroup, int warpgroup_thread) {
+                                    const typename ForwardShared<C>::O& o, const Work& work, float (&out)[n],
+                                    const float (&factor)[2], int warpgroup, int warpgroup_thread) {
   const ForwardParams& p = f.p;
-  const int thread = ptx::recomputed(warpgroup_thread), lane = thread % 32, tile_row = warpgroup * 64;
-  const typename ForwardShared<C>::O o = shared.o(q_stage);
+  const int thread = ptx::recomputed(warpgroup_thread), lane = thread % 32;
 #pragma unroll
   for (int j = 0; j < n / 4; j += 2) {
     uint32_t x[4];
@@ -433,7 +460,7 @@ __device__ inline void write_output(const Forward& f, const ForwardShared<C>& sh
       const int e = 4 * (j + i / 2) + 2 * (i % 2);
       x[i] = ptx::cvt_pack<C::kDType>(out[e] * factor[i % 2], out[e + 1] * factor[i % 2]);
     }
-    ptx::stmatrix_x4(o.chunk(tile_row + thread / 32 * 16 + lane % 16, j + lane / 16), x[0], x[1], x[2], x[3]);
+    ptx::stmatrix_x4(o.chunk(thread / 32 * 16 + lane % 16, j + lane / 16), x[0], x[1], x[2], x[3]);
   }
   const int rows = rows_left(work, f.schedule.group, warpgroup);
   if (!stored_by_copy(p, rows)) {  // the next sequence begins in this tile
@@ -445,7 +472,7 @@ __device__ inline void write_output(const Forward& f, const ForwardShared<C>& sh
       if (row < rows && chunk * kChunk < p.head_dim_v)
         *reinterpret_cast<uint4*>(static_cast<uint16_t*>(p.out.data) + of.head(row) * p.out.head +
                                   (work.q_first + ((of.first_row + row) >> f.schedule.group)) * p.out.row +
-                                  chunk * kChunk) = ptx::ld_shared_16(o.chunk(tile_row + row, chunk));
+                                  chunk * kChunk) = ptx::ld_shared_16(o.chunk(row, chunk));
     }
   }
   ptx::fence_proxy_async();
@@ -491,6 +518,9 @@ __device__ inline void consume(const Forward& f, const ForwardShared<C>& shared,
     if (lane == 0) ptx::mbarrier_arrive(shared.v_empty(v_ring.stage));
     v_ring.advance();
   };
+  const auto release_q = [&](bool done) {
+    if (Shared::kOutputInValues && done && lane == 0) ptx::mbarrier_arrive(shared.q_empty(q_stage));
+  };
   const auto take_turn = [&] {
     if (C::kTurns) ptx::bar_sync(kTurnBarrier + warpgroup, 256);
   };
@@ -526,10 +556,11 @@ __device__ inline void consume(const Forward& f, const ForwardShared<C>& shared,
     return true;
   };
   const auto load_queries = [&] {
-    if constexpr (C::kQueriesInRegisters)
+    if constexpr (C::kQueriesInRegisters) {
 #pragma unroll
       for (int step = 0; step < kSteps; ++step)
         ptx::ldmatrix_x4(q_frag[step], shared.q(q_stage).chunk(warp_row + lane % 16, step * 2 + lane / 16));
+    }
   };
   const auto multiply_qk = [&] {  // S = Q K^T, asynchronously
     using QK = Wgmma<C::kDType, C::kKeys>;
@@ -545,7 +576,15 @@ __device__ inline void consume(const Forward& f, const ForwardShared<C>& shared,
         QK::ss(s, q_rows + Shared::Q::k_step(step * 16), k_rows + Shared::K::k_step(step * 16), step > 0);
     ptx::wgmma_commit_group();
   };
-  const auto multiply_pv = [&](int stage, bool clear) {  // O += P V of this block, asynchronously
+  uint32_t remainder[4];  // what rounding takes from the weights of the first 16 keys of the last block
+  const auto keep_remainder = [&] {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float2 rounded = ptx::cvt_unpack<C::kDType>(weights[0][i]);
+      remainder[i] = ptx::cvt_pack<C::kDType>(s[2 * i] - rounded.x, s[2 * i + 1] - rounded.y);
+    }
+  };
+  const auto multiply_pv = [&](int stage, bool clear, bool last) {  // O += P V of this block, asynchronously
     const typename Shared::V v = shared.v(v_ring.stage);
     ptx::mbarrier_wait(shared.v_full(v_ring.stage), v_ring.parity);
     if (clear) {
@@ -559,6 +598,7 @@ __device__ inline void consume(const Forward& f, const ForwardShared<C>& shared,
     for (int step = 0; step < C::kKeys / 16; ++step)
       PV::template rs<1>(out, weights[step], v.columns_of_n() + Shared::V::row_step(step * 16),
                          step > 0 || add);
+    if (last) PV::template rs<1>(out, remainder, v.columns_of_n(), 1);  // see docs/sm90_forward.md, Softmax
     ptx::wgmma_commit_group();
     add = true;
   };
@@ -604,15 +644,30 @@ __device__ inline void consume(const Forward& f, const ForwardShared<C>& shared,
     for (int e = 0; e < kOutputs; ++e) out[e] = factor[e / 2 % 2] == 0 ? 0.f : out[e];
   };
 
+  const auto write = [&](int stage, int stage_of_q) {
+    int place = stage_of_q;
+    if constexpr (Shared::kOutputInValues) {
+#pragma unroll
+      for (int i = 0; i < C::kWarpgroups; ++i, v_ring.advance())
+        if (i == warpgroup) {
+          place = v_ring.stage;
+          ptx::mbarrier_wait(shared.v_full(place), v_ring.parity);
+        }
+    }
+    write_output<C>(f, shared, stage_of_q, shared.o(place, warpgroup), shared.get_work(stage), out, factor,
+                    warpgroup, thread);
+  };
+
   for (; open_tile(); ++tile) {
 #pragma unroll 1
     for (block = last_block; block > own_last && block >= first_block; --block) skip_block();
     if (own_first > own_last) {
+      release_q(true);
       softmax.start();
-      finish_rows<C>(f, shared, q_stage, rows_of(work_stage), softmax, factor);
+      finish_rows<C>(f, shared, work_stage, rows_of(work_stage), softmax, factor);
 #pragma unroll
       for (int e = 0; e < kOutputs; ++e) out[e] = 0;
-      write_output<C>(f, shared, q_stage, shared.get_work(work_stage), out, factor, warpgroup, thread);
+      write(work_stage, q_stage);
       continue;
     }
     load_queries();
@@ -623,6 +678,7 @@ __device__ inline void consume(const Forward& f, const ForwardShared<C>& shared,
     ptx::wgmma_wait_group<0>();
     ptx::written_by_wgmma(s);
     release_k();
+    release_q(block == own_first);
     find_largest(block * C::kKeys, std::true_type{});
     weigh(block * C::kKeys);
     int stage, stage_of_q, unseen;  // of the tile that ends; blocks of it that other warpgroups need
@@ -633,11 +689,12 @@ __device__ inline void consume(const Forward& f, const ForwardShared<C>& shared,
         ptx::mbarrier_wait(shared.k_full(k_ring.stage), k_ring.parity);
         take_turn();
         multiply_qk();
-        multiply_pv(work_stage, dirty);
+        multiply_pv(work_stage, dirty, false);
         pass_turn();
         ptx::wgmma_wait_group<1>();
         ptx::written_by_wgmma(s);
         release_k();
+        release_q(block - 1 == own_first);
         find_largest((block - 1) * C::kKeys, std::false_type{});
         ptx::wgmma_wait_group<0>();
         ptx::written_by_wgmma(out);
@@ -645,6 +702,7 @@ __device__ inline void consume(const Forward& f, const ForwardShared<C>& shared,
         rescale_output();
         weigh((block - 1) * C::kKeys);
       }
+      keep_remainder();
       // The last block of the tile goes together with the first of the next one, if the warpgroup skips none
       // between them.
       stage = work_stage, stage_of_q = q_stage, unseen = block - first_block, was_dirty = dirty;
@@ -659,9 +717,9 @@ __device__ inline void consume(const Forward& f, const ForwardShared<C>& shared,
       ptx::mbarrier_wait(shared.k_full(k_ring.stage), k_ring.parity);
       take_turn();
       multiply_qk();
-      multiply_pv(stage, was_dirty);
+      multiply_pv(stage, was_dirty, true);
       pass_turn();
-      finish_rows<C>(f, shared, stage_of_q, rows_of(stage), softmax, factor);
+      finish_rows<C>(f, shared, stage, rows_of(stage), softmax, factor);
       softmax.start();
       add = false;
       block = last_block;
@@ -674,12 +732,12 @@ __device__ inline void consume(const Forward& f, const ForwardShared<C>& shared,
       release_v();
       weigh(block * C::kKeys);
       clear_empty_rows();
-      write_output<C>(f, shared, stage_of_q, shared.get_work(stage), out, factor, warpgroup, thread);
+      write(stage, stage_of_q);
     }
     take_turn();
-    multiply_pv(stage, was_dirty);
+    multiply_pv(stage, was_dirty, true);
     pass_turn();
-    finish_rows<C>(f, shared, stage_of_q, rows_of(stage), softmax, factor);
+    finish_rows<C>(f, shared, stage, rows_of(stage), softmax, factor);
     const bool empty_rows = __any_sync(0xFFFFFFFFu, factor[0] == 0 || factor[1] == 0);
     if (empty_rows) ptx::hold();
     ptx::wgmma_wait_group<0>();
@@ -688,7 +746,7 @@ __device__ inline void consume(const Forward& f, const ForwardShared<C>& shared,
 #pragma unroll 1
     for (; unseen > 0; --unseen) skip_block();
     clear_empty_rows();
-    write_output<C>(f, shared, stage_of_q, shared.get_work(stage), out, factor, warpgroup, thread);
+    write(stage, stage_of_q);
   }
 }
 

@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <climits>
-#include <cmath>
 #include <numeric>
 
 #include "any/launch.cuh"
@@ -110,10 +109,11 @@ int launch_forward(const ForwardParams& p, void* stream) {
   schedule.units_of_k = Divisor(static_cast<unsigned>(units / p.heads_k));
   schedule.ticket = tiles > blocks ? take_counters<kTickets>(cuda_stream) : -1;
   if (!ragged) {
-    // Tiles of so many heads together that short ones fill the gaps at the end, and that the few blocks of a
-    // head walk over K and V at the same time (measured: docs/sm90_forward.md).  Without a causal mask tile
+    // Causal: tiles of so many heads together that short ones fill the gaps at the end, and that the few
+    // blocks of a head walk over K and V at the same time (measured: docs/sm90_forward.md).  Otherwise tile
     // after tile of a head.
-    const int64_t section = std::min<int64_t>(p.score.window_right < 0 ? 1 : 64, p.batch * units);
+    constexpr int64_t kTogether = 64;
+    const int64_t section = std::min<int64_t>(p.score.window_right < 0 ? 1 : kTogether, p.batch * units);
     schedule.tiles = static_cast<int>(tiles);
     schedule.tiles_of_unit = static_cast<int>(of_unit);
     schedule.all_units = static_cast<int>(p.batch * units);

@@ -87,10 +87,10 @@ FAULTS = {  # name: rows, file, text, the text that replaces it
         FORWARD, "common/softmax.cuh", "return fmaxf(x, __shfl_xor_sync(0xFFFFFFFFu, x, 2));", "return x;"),
     "sum of a part of the row": (
         FORWARD, "common/softmax.cuh", "return x + __shfl_xor_sync(0xFFFFFFFFu, x, 2);", "return x;"),
-    "no rescaling": (FORWARD, "mma/forward.cuh", "out.x[m][n][e] *= rescale[m][e / 2];", ";"),
+    "no rescaling": (FORWARD, "mma/forward.cuh", "out.x[m][n][e] *= softmax.rescale[m][half];", ";"),
     "lanes diverge": (
-        FORWARD, "common/softmax.cuh", "return __any_sync(0xFFFFFFFFu, grew);",
-        "return grew && __any_sync(0xFFFFFFFFu, grew);"),
+        FORWARD, "common/softmax.cuh", "grown[m][half] = __any_sync(0xFFFFFFFFu, top > before);",
+        "grown[m][half] = top > before && __any_sync(0xFFFFFFFFu, top > before);"),
     "no barrier before dS": (BACKWARD, "mma/backward.cuh", "__syncthreads();  // P and dS are there", "//"),
     "no barrier before Q": (BACKWARD, "mma/backward.cuh", "__syncthreads();  // Q and dO have landed", "//"),
     "dK written over K": (BACKWARD, "mma/backward.cuh", "__syncthreads();  // all warps have read K", "//"),

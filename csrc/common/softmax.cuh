@@ -51,26 +51,25 @@ __device__ inline RowResult finish_row(float total, float reference, float peak,
   return {mine * ptx::rcp(all), (base + ptx::lg2(all)) * kLn2, peak * kLn2};
 }
 
-// Running reference and sum of the rows that a lane holds.  The reference is the largest score so far, or up
-// to kSlack (powers of two) less: weights stay under 2^kSlack, and most blocks need no rescaling.
+// Largest score so far, which weights are relative to, so that the largest is 1 and not rounded, and sum of
+// the rows that a lane holds.
 template <int m_blocks>
 struct OnlineSoftmax {
-  static constexpr float kSlack = 8;
-  float peak[m_blocks][2], reference[m_blocks][2];  // in log2 units
-  float sum[m_blocks][2];                           // of this lane's columns
+  float reference[m_blocks][2];  // in log2 units
+  float sum[m_blocks][2];        // of this lane's columns
+  float rescale[m_blocks][2];    // of earlier sums and outputs, after the latest block
+  bool grown[m_blocks][2];       // is it other than 1 in a row of the warp?
 
   __device__ void clear() {
 #pragma unroll
     for (int m = 0; m < m_blocks; ++m)
 #pragma unroll
-      for (int half = 0; half < 2; ++half) peak[m][half] = reference[m][half] = -INFINITY, sum[m][half] = 0;
+      for (int half = 0; half < 2; ++half) reference[m][half] = -INFINITY, sum[m][half] = 0;
   }
 
-  // Scores become weights 2^(scale * score - reference).  Returns, for the whole warp, whether earlier sums
-  // must be multiplied by `rescale`.
+  // Scores become weights 2^(scale * score - reference).
   template <int n_blocks>
-  __device__ bool update(Accumulator<m_blocks, n_blocks>& s, float scale, float (&rescale)[m_blocks][2]) {
-    bool grew = false;
+  __device__ void update(Accumulator<m_blocks, n_blocks>& s, float scale) {
 #pragma unroll
     for (int m = 0; m < m_blocks; ++m)
 #pragma unroll
@@ -79,14 +78,12 @@ struct OnlineSoftmax {
 #pragma unroll
         for (int n = 0; n < n_blocks; ++n)
           top = fmaxf(top, fmaxf(s.x[m][n][2 * half], s.x[m][n][2 * half + 1]));
-        top = quad_max(top) * scale;
         const float before = reference[m][half];
-        peak[m][half] = fmaxf(peak[m][half], top);
-        const bool grows = top > before + kSlack;
-        rescale[m][half] = grows ? ptx::ex2(before - top) : 1.f;
-        reference[m][half] = grows ? top : before;
-        grew |= grows;
-        const float base = reference[m][half] == -INFINITY ? 0.f : reference[m][half];
+        top = fmaxf(before, quad_max(top) * scale);
+        const float base = top == -INFINITY ? 0.f : top;
+        reference[m][half] = top;
+        rescale[m][half] = ptx::ex2(before - base);
+        grown[m][half] = __any_sync(0xFFFFFFFFu, top > before);
         float row_sum = 0;
 #pragma unroll
         for (int n = 0; n < n_blocks; ++n)
@@ -97,12 +94,11 @@ struct OnlineSoftmax {
           }
         sum[m][half] = sum[m][half] * rescale[m][half] + row_sum;
       }
-    return __any_sync(0xFFFFFFFFu, grew);
   }
 
   // All lanes of a quad call it.
   __device__ RowResult finish(int m, int half, float sink) const {
-    return finish_row(quad_sum(sum[m][half]), reference[m][half], peak[m][half], sink);
+    return finish_row(quad_sum(sum[m][half]), reference[m][half], reference[m][half], sink);
   }
 };
 

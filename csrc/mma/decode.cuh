@@ -132,10 +132,9 @@ struct TileRows {
 };
 
 // Online softmax over the rows of S^T, whose columns are query rows, in powers of two.  A reference is the
-// largest score so far or up to kSlack less, as in OnlineSoftmax; that it must grow, one vote tells.
+// largest score so far, as in OnlineSoftmax; that it must grow, one vote tells.
 template <int n_blocks>
 struct ColumnSoftmax {
-  static constexpr float kSlack = 8;
   float reference[n_blocks][2], sum[n_blocks][2];  // the sum is of this lane's keys
 
   __device__ void clear() {
@@ -160,7 +159,7 @@ struct ColumnSoftmax {
 #pragma unroll
         for (int m = 0; m < m_blocks; ++m) most = fmaxf(most, fmaxf(s.x[m][n][c], s.x[m][n][2 + c]));
         top[n][c] = most * scale;
-        grows |= top[n][c] > reference[n][c] + kSlack;
+        grows |= top[n][c] > reference[n][c];
       }
     if (__any_sync(0xFFFFFFFFu, grows)) grow(top, out);
 #pragma unroll
@@ -186,7 +185,7 @@ struct ColumnSoftmax {
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
         const float most = column_max(top[n][c]);
-        if (!(most > reference[n][c] + kSlack)) continue;
+        if (!(most > reference[n][c])) continue;
         const float rescale = ptx::ex2(reference[n][c] - most);
         reference[n][c] = most, sum[n][c] *= rescale;
 #pragma unroll

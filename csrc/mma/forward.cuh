@@ -187,14 +187,16 @@ __global__ void __launch_bounds__(C::kWarps * 32, C::kMinBlocks)
       scores.logits(s, static_cast<decltype(&s)>(nullptr));
     else if (edge)
       scores.hide(-INFINITY, s);
-    float rescale[kM][2];
-    if (softmax.update(s, scale, rescale))
+    softmax.update(s, scale);
 #pragma unroll
-      for (int m = 0; m < kM; ++m)
+    for (int m = 0; m < kM; ++m)
 #pragma unroll
-        for (int n = 0; n < kNv; ++n)
+      for (int half = 0; half < 2; ++half)
+        if (softmax.grown[m][half])
 #pragma unroll
-          for (int e = 0; e < 4; ++e) out.x[m][n][e] *= rescale[m][e / 2];
+          for (int n = 0; n < kNv; ++n)
+#pragma unroll
+            for (int e = 2 * half; e < 2 * half + 2; ++e) out.x[m][n][e] *= softmax.rescale[m][half];
     if (C::kGeneral && p.dropout.seed) drop_weights(p, view, s, row + warp_row, key, lane);
     if (C::kStages > 1) {
       wait_for_copies<C, 1>();

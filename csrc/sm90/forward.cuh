@@ -505,7 +505,7 @@ __device__ inline void consume(const Forward& f, const ForwardShared<C>& shared,
   int first_block, last_block, block;  // the tile's, and the one whose weights come next
   int own_first, own_last;             // of the blocks those that this warpgroup needs
   int seen_first, seen_last;           // keys that all rows see
-  bool dirty;                          // may rows of V that no query sees be anything but zeros?
+  bool dirty;                          // is_dirty: may rows of V that no query sees be anything but zeros?
   bool add;                            // is there an O to add to?
   // Its description is read again wherever it is needed, because registers are scarce.
   const auto rows_of = [&](int stage) { return ScoreRows<C>(f, shared.get_work(stage), warpgroup, thread); };
@@ -536,6 +536,8 @@ __device__ inline void consume(const Forward& f, const ForwardShared<C>& shared,
     take_turn(), pass_turn();  // every block has one
   };
 
+  const auto is_dirty = [&](const Work& work) { return anything_past_keys || work.visible.first(0) > 0; };
+
   // Waits for a tile and its Q.  False: there is none.
   const auto open_tile = [&] {
     work_stage = tile % kWorkStages;
@@ -546,7 +548,7 @@ __device__ inline void consume(const Forward& f, const ForwardShared<C>& shared,
     const Share own = shared.get_share(work_stage, warpgroup);
     own_first = own.first_block, own_last = own.last_block;
     seen_first = own.seen_first, seen_last = own.seen_last;
-    dirty = anything_past_keys || work.visible.first(0) > 0;
+    dirty = is_dirty(work);
     first_block = work.first_block, last_block = first_block + work.blocks - 1;
     ptx::mbarrier_wait(shared.q_full(q_stage), tile / C::kQueryStages % 2);
     // What lies past a sequence's end must not take part in the votes of a warp.
@@ -644,7 +646,8 @@ __device__ inline void consume(const Forward& f, const ForwardShared<C>& shared,
     for (int e = 0; e < kOutputs; ++e) out[e] = factor[e / 2 % 2] == 0 ? 0.f : out[e];
   };
 
-  const auto write = [&](int stage, int stage_of_q) {
+  const auto write = [&](int ended) {
+    const int stage_of_q = ended % C::kQueryStages;
     int place = stage_of_q;
     if constexpr (Shared::kOutputInValues) {
 #pragma unroll
@@ -654,8 +657,8 @@ __device__ inline void consume(const Forward& f, const ForwardShared<C>& shared,
           ptx::mbarrier_wait(shared.v_full(place), v_ring.parity);
         }
     }
-    write_output<C>(f, shared, stage_of_q, shared.o(place, warpgroup), shared.get_work(stage), out, factor,
-                    warpgroup, thread);
+    write_output<C>(f, shared, stage_of_q, shared.o(place, warpgroup), shared.get_work(ended % kWorkStages),
+                    out, factor, warpgroup, thread);
   };
 
   for (; open_tile(); ++tile) {
@@ -667,7 +670,7 @@ __device__ inline void consume(const Forward& f, const ForwardShared<C>& shared,
       finish_rows<C>(f, shared, work_stage, rows_of(work_stage), softmax, factor);
 #pragma unroll
       for (int e = 0; e < kOutputs; ++e) out[e] = 0;
-      write(work_stage, q_stage);
+      write(tile);
       continue;
     }
     load_queries();
@@ -681,8 +684,6 @@ __device__ inline void consume(const Forward& f, const ForwardShared<C>& shared,
     release_q(block == own_first);
     find_largest(block * C::kKeys, std::true_type{});
     weigh(block * C::kKeys);
-    int stage, stage_of_q, unseen;  // of the tile that ends; blocks of it that other warpgroups need
-    bool was_dirty;
     for (;;) {
       for (; block > own_first; --block) {
         // S of the next block and O of this one; under the second, the largest scores of the next.
@@ -705,9 +706,8 @@ __device__ inline void consume(const Forward& f, const ForwardShared<C>& shared,
       keep_remainder();
       // The last block of the tile goes together with the first of the next one, if the warpgroup skips none
       // between them.
-      stage = work_stage, stage_of_q = q_stage, unseen = block - first_block, was_dirty = dirty;
       bool join = false;
-      if (C::kTurns && C::kQueryStages > 1 && unseen == 0 && last_block - first_block >= kLongTile) {
+      if (C::kTurns && C::kQueryStages > 1 && block == first_block && last_block - first_block >= kLongTile) {
         ++tile;
         join = open_tile() && own_first <= own_last && own_last == last_block;
         if (!join) --tile;
@@ -715,9 +715,11 @@ __device__ inline void consume(const Forward& f, const ForwardShared<C>& shared,
       if (!join) break;
       load_queries();
       ptx::mbarrier_wait(shared.k_full(k_ring.stage), k_ring.parity);
+      const int ended = tile - 1, stage = ended % kWorkStages;
+      const bool clear = is_dirty(shared.get_work(stage));
       take_turn();
       multiply_qk();
-      multiply_pv(stage, was_dirty, true);
+      multiply_pv(stage, clear, true);
       pass_turn();
       finish_rows<C>(f, shared, stage, rows_of(stage), softmax, factor);
       softmax.start();
@@ -732,10 +734,12 @@ __device__ inline void consume(const Forward& f, const ForwardShared<C>& shared,
       release_v();
       weigh(block * C::kKeys);
       clear_empty_rows();
-      write(stage, stage_of_q);
+      write(ended);
     }
+    const int stage = tile % kWorkStages;
+    const bool clear = is_dirty(shared.get_work(stage));
     take_turn();
-    multiply_pv(stage, was_dirty, true);
+    multiply_pv(stage, clear, true);
     pass_turn();
     finish_rows<C>(f, shared, stage, rows_of(stage), softmax, factor);
     const bool empty_rows = __any_sync(0xFFFFFFFFu, factor[0] == 0 || factor[1] == 0);
@@ -744,9 +748,9 @@ __device__ inline void consume(const Forward& f, const ForwardShared<C>& shared,
     ptx::written_by_wgmma(out);
     release_v();
 #pragma unroll 1
-    for (; unseen > 0; --unseen) skip_block();
+    for (int unseen = block - shared.get_work(stage).first_block; unseen > 0; --unseen) skip_block();
     clear_empty_rows();
-    write(stage, stage_of_q);
+    write(tile);
   }
 }
 
@@ -757,7 +761,7 @@ __global__ void __launch_bounds__(ForwardShared<C>::kThreads, C::kBlocks)
   constexpr int kThreads = ForwardShared<C>::kThreads,
                 kAll = 65536 / C::kBlocks / (8 * kThreads) * 8 * kThreads;
   constexpr int kInLoop = C::kKeys * 3 / 4 + C::kHeadDimV / 2,  // registers of S, P and O
-      kProducerRegisters = C::kWarpgroups == 3 && kInLoop > 120 ? 32 : 40,
+      kProducerRegisters = C::kWarpgroups == 3 && kInLoop >= 120 ? 32 : 40,
                 kConsumerRegisters = (kAll / 128 - kProducerRegisters) / C::kWarpgroups / 8 * 8;
   const ForwardShared<C> shared;
   const int warpgroup = __shfl_sync(0xFFFFFFFFu, threadIdx.x / 128, 0);

@@ -41,13 +41,20 @@ def cards() -> list[dict]:
     return [dict(zip(fields, line.split(", "), strict=True)) for line in done.stdout.splitlines()]
 
 
+def _current() -> str:
+    """The current device as nvidia-smi knows it, to which CUDA_VISIBLE_DEVICES means nothing."""
+    if not torch.cuda.is_available():
+        return "0"
+    return f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
+
+
 class Watch:
-    """Clock, power and temperature of the first card, twice a second for as long as it is entered."""
+    """Clock, power and temperature of the current card, twice a second for as long as it is entered."""
 
     def __enter__(self) -> "Watch":
         try:
-            self.process = subprocess.Popen([*_query(*SAMPLED), "--id=0", "--loop-ms=500"], text=True,
-                                            stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+            self.process = subprocess.Popen([*_query(*SAMPLED), f"--id={_current()}", "--loop-ms=500"],
+                                            text=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
         except OSError:
             self.process = None
         return self

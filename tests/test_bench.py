@@ -793,7 +793,8 @@ class FakeCard:
                 ("cudart", lambda: cudart), ("_sleep", lambda cycles: self.log.append("spin")),
                 ("synchronize", lambda: None), ("empty_cache", lambda: None), ("is_available", lambda: True),
                 ("get_device_capability", lambda: (9, 0)), ("device_count", lambda: 1),
-                ("get_device_name", lambda i: "A card"),
+                ("get_device_name", lambda i: "A card"), ("current_device", lambda: 1),
+                ("get_device_properties", lambda i: types.SimpleNamespace(uuid=("another", "this")[i])),
                 ("reset_peak_memory_stats", lambda: self.log.append("reset")),
                 ("memory_allocated", lambda: 100), ("max_memory_allocated", lambda: 100 + self.peak)):
             monkeypatch.setattr(torch.cuda, name, value)
@@ -959,6 +960,7 @@ def test_ceilings_are_measured_and_rows_compared_with_them():
 def test_the_card_is_watched_while_a_run_lasts(tmp_path, monkeypatch):
     (tmp_path / "nvidia-smi").write_text(f"""#!{sys.executable}
 import pathlib, sys, time
+assert "--id=GPU-this" in sys.argv or "--loop-ms=500" not in sys.argv
 for line in ("1500, 600.5, 50", "1980, 100, [N/A]", "1700, 700, 60", "1800, 650, 55"):
     print(line, flush=True)
 pathlib.Path(sys.argv[0]).with_name("printed").touch()
@@ -966,6 +968,7 @@ time.sleep(60 if "--loop-ms=500" in sys.argv else 0)
 """)
     (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    FakeCard(monkeypatch)
     with card.Watch() as watch:
         while not (tmp_path / "printed").exists():
             assert watch.process.poll() is None

@@ -238,7 +238,8 @@ class Run:
         for file in files:
             counts = {key: round(outcomes[file][key]) for key in ("passed", "failed", "skipped", "seconds")}
             ran = counts["passed"] + counts["failed"] + counts["skipped"]
-            of_family[file] = {"finished": finished or ran == collected.get(file)} | counts
+            if ran or finished:
+                of_family[file] = {"finished": finished or ran == collected.get(file)} | counts
         again = tuple(f"{family} tests/{file}::" for file in files)
         self.receipt["failures"] = sorted({
             *(failure for failure in self.receipt["failures"] if not failure.startswith(again)),

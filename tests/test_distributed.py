@@ -1,5 +1,7 @@
 """Training across processes: DistributedDataParallel and FSDP2 give what one process gives."""
 
+import os
+
 import pytest
 import torch
 import torch.distributed
@@ -64,7 +66,9 @@ def run(rank, folder):
         weights = train(wrapped(kind), slice(rank * size, (rank + 1) * size))
         if rank == 0:
             torch.save(weights, f"{folder}/{kind}.pt")
+    torch.distributed.barrier()
     torch.distributed.destroy_process_group()
+    os._exit(0)  # a thread of gloo may still run, which would abort an orderly exit (one of 60)
 
 
 @pytest.fixture(scope="module")

@@ -44,16 +44,17 @@ struct QuerySums {
 template <class T>
 struct BackwardScratch {
   int64_t width, width_v;  // columns rounded up to whole panels
-  T *k, *v, *dk, *dv, *q_rows, *dout_rows, *q, *dout, *scores, *slopes, *dscores, *factors, *row, *zeros,
-      *dbias;
+  T *k, *v, *q_rows, *dout_rows, *q, *dout, *scores, *slopes, *dscores, *factors, *row, *zeros;
+  // Of the keys of a block: gradients over a few panels, and over all before them.  Long sums in parts round
+  // less.
+  int64_t sums;
+  T *dk, *dv, *dbias, *before;
 
   BackwardScratch(const BackwardParams& p, Arena& arena)
       : width(divide_up(p.head_dim, kPanel<T>) * kPanel<T>),
         width_v(divide_up(p.head_dim_v, kPanel<T>) * kPanel<T>),
         k(arena.take<T>(kKeys * p.head_dim)),
         v(arena.take<T>(kKeys * p.head_dim_v)),
-        dk(arena.take<T>(kKeys * width)),
-        dv(arena.take<T>(kKeys * width_v)),
         q_rows(arena.take<T>(kPanel<T> * width)),
         dout_rows(arena.take<T>(kPanel<T> * width_v)),
         q(arena.take<T>(p.head_dim * kPanel<T>)),
@@ -64,11 +65,23 @@ struct BackwardScratch {
         factors(arena.take<T>(kKeys * kPanel<T>)),
         row(arena.take<T>(kKeys)),
         zeros(arena.take<T>(p.head_dim)),
-        dbias(arena.take<T>(kKeys)) {
+        sums(kKeys * (width + width_v + 1)),
+        dk(arena.take<T>(2 * sums)),
+        dv(dk + kKeys * width),
+        dbias(dv + kKeys * width_v),
+        before(dk + sums) {
     if (!arena.data) return;
     std::fill(q_rows, q_rows + kPanel<T> * width, T{0});
     std::fill(dout_rows, dout_rows + kPanel<T> * width_v, T{0});
     std::fill(zeros, zeros + p.head_dim, T{0});
+  }
+
+  void start_sums() { std::fill(dk, dk + 2 * sums, T{0}); }
+  void next_part() {
+    for (int64_t e = 0; e < sums; ++e) before[e] += dk[e], dk[e] = 0;
+  }
+  void finish_sums() {
+    for (int64_t e = 0; e < sums; ++e) dk[e] += before[e];
   }
 };
 
@@ -83,7 +96,7 @@ inline bool dbias_is_one_row(const SequenceView& view, const BackwardParams& p) 
   return p.dbias.row == 0 && (p.dbias.head == 0 || view.group == 1);
 }
 
-// `sums` collects the panels of a block where they add to one row: long sums in parts round less.
+// `sums` collects the panels of a block where they add to one row.
 template <class T>
 inline void add_dbias(const SequenceView& view, const BackwardParams& p, const Panel<T>& panel, KeyRange keys,
                       const T* dscores, T* sums) {
@@ -142,11 +155,10 @@ inline void backward_keys(const BackwardParams& p, const SequenceView& view, Key
     weight_rows[j] = s.scores + j * kPanel<T>;
     dscore_rows[j] = s.dscores + j * kPanel<T>;
   }
-  std::fill(s.dbias, s.dbias + kKeys, T{0});
-  std::fill(s.dk, s.dk + kKeys * s.width, T{0});
-  std::fill(s.dv, s.dv + kKeys * s.width_v, T{0});
 
+  s.start_sums();
   for (int64_t i = 0; i < panels; ++i) {
+    if (i > 0 && i % kDepth == 0) s.next_part();
     const Panel<T> panel(view, i * kPanel<T>, keys);
     const KeyRange mine = panel.some;
     const int64_t count = mine.last - mine.first, skip = mine.first - keys.first;
@@ -173,6 +185,7 @@ inline void backward_keys(const BackwardParams& p, const SequenceView& view, Key
                     s.width, true);
     columns_by_panel(seen, 0, p.head_dim, count, s.dscores, ones, dq_sums.panel(view, chunk, i));
   }
+  s.finish_sums();
   if (p.dbias.data && dbias_is_one_row(view, p)) {
     T* to = dbias_row<T>(view, p, view.head_k * view.group, 0);
     for (int64_t key = keys.first; key < keys.last; ++key) to[key] += s.dbias[key - keys.first];

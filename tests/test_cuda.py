@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(bool(NO_CARD), reason=NO_CARD)
 large = pytest.mark.xdist_group("large")  # these take much of the card's memory, so one runs at a time
 
 TABLE = _build.instances()
-ROWS = [row for module in TABLE.CUDA_MODULES for row in TABLE.rows(module, "")]
+ROWS = [row for module in reversed(TABLE.CUDA_MODULES) for row in TABLE.rows(module, "")]
 HALF = (torch.bfloat16, torch.float16)
 PLAIN_DIMS = [(64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)]
 RESULTS = ("out", "lse", "dq", "dk", "dv", "dbias")

@@ -94,12 +94,13 @@ def compile_row(nvcc: str, flags: list[str], row, arch: str) -> list[Kernel]:
 
 def least_instructions(row) -> dict[str, int]:
     """Of the main kernel of a tensor-core row: multiplications of a warp for one tile of scores, (rows, keys)
-    times each head dim, and what brings the tiles."""
+    times each head dim, and what brings the tiles and takes O away."""
     if row.module == "sm90":  # of a warpgroup, 16 deep: Q K^T and P V; S, dP, dQ, dK and dV
         depth = {"forward": row.head_dim + row.keys,
                  "backward": row.head_dim + row.head_dim_v + row.keys + 2 * row.rows,
                  "decode": row.head_dim + 2 * row.keys}[row.op]
-        return {"HGMMA": depth // 16, "UTMALDG": 1}
+        stores = {"STSM": row.head_dim_v // 16} if hasattr(row, "turns") else {}
+        return {"HGMMA": depth // 16, "UTMALDG": 1, **stores}
     if not hasattr(row, "warps"):
         return {}
     of_q, of_v = {"forward": (1, 1), "backward": (3, 2), "decode": (1, 1)}[row.op]

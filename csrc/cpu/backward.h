@@ -48,7 +48,7 @@ struct BackwardScratch {
   // Of the keys of a block: gradients over a few panels, and over all before them.  Long sums in parts round
   // less.
   int64_t sums;
-  T *dk, *dv, *dbias, *before;
+  T *dk, *dv = nullptr, *dbias = nullptr, *before = nullptr;
 
   BackwardScratch(const BackwardParams& p, Arena& arena)
       : width(divide_up(p.head_dim, kPanel<T>) * kPanel<T>),
@@ -66,11 +66,11 @@ struct BackwardScratch {
         row(arena.take<T>(kKeys)),
         zeros(arena.take<T>(p.head_dim)),
         sums(kKeys * (width + width_v + 1)),
-        dk(arena.take<T>(2 * sums)),
-        dv(dk + kKeys * width),
-        dbias(dv + kKeys * width_v),
-        before(dk + sums) {
+        dk(arena.take<T>(2 * sums)) {
     if (!arena.data) return;
+    dv = dk + kKeys * width;
+    dbias = dv + kKeys * width_v;
+    before = dk + sums;
     std::fill(q_rows, q_rows + kPanel<T> * width, T{0});
     std::fill(dout_rows, dout_rows + kPanel<T> * width_v, T{0});
     std::fill(zeros, zeros + p.head_dim, T{0});

@@ -168,8 +168,8 @@ FAULTS = {  # name: rows, file, text, the text that replaces it
         HOPPER_WIDE, "sm90/forward.cuh",
         "if (ForwardShared<C>::kOutputInValues) turns_of_output += C::kWarpgroups;", ""),
     "Q written over one that is read": (
-        HOPPER_WIDE, "sm90/forward.cuh", "release_q(block - 1 == own_first);",
-        "release_q(block == last_block);"),
+        HOPPER_WIDE, "sm90/forward.cuh", "release_q(block + 1 == own_last);",
+        "release_q(block == first_block);"),
     "LSE of the tile after": (
         HOPPER, "sm90/forward.cuh", "(work_stage * C::kRows + row) * 4", "row * 4"),
     "a remainder of other keys": (

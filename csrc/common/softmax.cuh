@@ -38,17 +38,17 @@ struct RowResult {
   float factor, lse, max_logit;
 };
 
-// Of a row whose weights, relative to a reference (log2 units), have this total.  The sink (natural
-// logarithm, -inf: none) joins it.
-__device__ inline RowResult finish_row(float total, float reference, float peak, float sink) {
+// Of a row whose weights, relative to a reference (log2 units; max_logit is right if it is the largest), have
+// this total.  The sink (natural logarithm, -inf: none) joins it.
+__device__ inline RowResult finish_row(float total, float reference, float sink) {
   float base = reference, mine = 1, all = total;
   if (sink > -INFINITY) {
     base = fmaxf(reference, sink * kLog2E);
     mine = ptx::ex2(reference - base);
     all = total * mine + ptx::ex2(sink * kLog2E - base);
   }
-  if (all == 0) return {0, -INFINITY, peak * kLn2};
-  return {mine * ptx::rcp(all), (base + ptx::lg2(all)) * kLn2, peak * kLn2};
+  if (all == 0) return {0, -INFINITY, reference * kLn2};
+  return {mine * ptx::rcp(all), (base + ptx::lg2(all)) * kLn2, reference * kLn2};
 }
 
 // Largest score so far, which weights are relative to, so that the largest is 1 and not rounded, and sum of
@@ -98,7 +98,7 @@ struct OnlineSoftmax {
 
   // All lanes of a quad call it.
   __device__ RowResult finish(int m, int half, float sink) const {
-    return finish_row(quad_sum(sum[m][half]), reference[m][half], reference[m][half], sink);
+    return finish_row(quad_sum(sum[m][half]), reference[m][half], sink);
   }
 };
 

@@ -423,8 +423,7 @@ __device__ inline void store_part(const TileRows& rows, const DecodeTiles<C>& ti
   const int row = threadIdx.x / kThreadsOfRow, thread = threadIdx.x % kThreadsOfRow;
   if (!rows.has(row)) return;
   const BlockRow<C> mine(tiles, tile, row);
-  const RowResult result =
-      finish_row(mine.sum, mine.reference, mine.reference, slot < 0 ? rows.sink(row) : -INFINITY);
+  const RowResult result = finish_row(mine.sum, mine.reference, slot < 0 ? rows.sink(row) : -INFINITY);
   const DecodeWorkspace<C> workspace(rows.p);
   uint16_t* to = rows.out(row);
 #pragma unroll 1
@@ -484,7 +483,7 @@ __device__ inline void merge_parts(const TileRows& rows, int first, int count, i
     }
     for (float* x : {&total, &all.x, &all.y, &all.z, &all.w}) *x += __shfl_xor_sync(0xFFFFFFFFu, *x, 1);
     if (!exists || sharer > 0) continue;
-    const RowResult result = finish_row(total, peak, peak, rows.sink(row));
+    const RowResult result = finish_row(total, peak, rows.sink(row));
     const float f = result.factor;
     store_four<C>(rows.out(row) + column, {f * all.x, f * all.y, f * all.z, f * all.w},
                   rows.columns - column);

@@ -228,7 +228,7 @@ struct LatentRows {
       const int row = lane_row + 8 * half;
       const bool exists = rows.has(row);
       const float sink = part.slot < 0 && exists ? rows.sink(row) : -INFINITY;
-      const RowResult result = finish_row(total[half], reference[half], reference[half], sink);
+      const RowResult result = finish_row(total[half], reference[half], sink);
       // A row that sees no key may have summed 0 times anything.
       const auto number = [&](int e) { return result.factor == 0 ? 0.f : out[e] * result.factor; };
       if (part.slot < 0) {

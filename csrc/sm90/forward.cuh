@@ -220,9 +220,9 @@ struct CachedKeyBlocks {
   }
 };
 
-// What one thread of another does, or all of it for a cache: loads the blocks of K and V from the last to the
-// first, as they are needed, V one step after K.  The turns that O takes after the last V of a tile it gives
-// away no sooner than the next tile needs a V: its first K must not wait for them.
+// What one thread of another does, or all of it for a cache: loads the blocks of K and V from the first to
+// the last, as they are needed, V one step after K.  The turns that O takes after the last V of a tile it
+// gives away no sooner than the next tile needs a V: its first K must not wait for them.
 template <class C>
 __device__ inline void produce_keys(const Forward& f, const ForwardShared<C>& shared, int lane) {
   using Blocks = std::conditional_t<C::kCached, CachedKeyBlocks<C>, KeyBlocks<C>>;
@@ -243,9 +243,9 @@ __device__ inline void produce_keys(const Forward& f, const ForwardShared<C>& sh
     if (work.batch < 0) break;
     const Blocks blocks(f, work);
     typename Blocks::Place place{}, before{};
-    int key = (work.first_block + work.blocks - 1) * C::kKeys;
+    int key = work.first_block * C::kKeys;
 #pragma unroll 1
-    for (int step = 0; step <= work.blocks && work.blocks > 0; ++step, key -= C::kKeys) {
+    for (int step = 0; step <= work.blocks && work.blocks > 0; ++step, key += C::kKeys) {
       if (step < work.blocks) {
         place = blocks.find(key, lane);
         ptx::mbarrier_wait(shared.k_empty(k_ring.stage), k_ring.parity ^ 1);
@@ -378,7 +378,7 @@ __device__ inline void finish_rows(const Forward& f, const ForwardShared<C>& sha
       sink = load_number(p.score.sink.data, p.score.sink.dtype, rows.head(row) * p.score.sink.head);
     const float reference = counts && softmax.top[half] > -INFINITY ? softmax.reference[half] : -INFINITY;
     const float total = quad_sum(counts ? softmax.sum[half] : 0.f);
-    const RowResult result = finish_row(total, reference, reference, sink);
+    const RowResult result = finish_row(total, reference, sink);
     factor[half] = result.factor;
     if (rows.lane % 4 == 0)
       ptx::st_shared_4(shared.lse(work_stage, rows.first_row - work.row + row), __float_as_uint(result.lse));
@@ -549,7 +549,7 @@ __device__ inline void consume(const Forward& f, const ForwardShared<C>& shared,
     own_first = own.first_block, own_last = own.last_block;
     seen_first = own.seen_first, seen_last = own.seen_last;
     dirty = is_dirty(work);
-    first_block = work.first_block, last_block = first_block + work.blocks - 1;
+    first_block = work.first_block, last_block = work.last_block();
     ptx::mbarrier_wait(shared.q_full(q_stage), tile / C::kQueryStages % 2);
     // What lies past a sequence's end must not take part in the votes of a warp.
     const int queries = (work.visible.len_q << f.schedule.group) - work.row - warpgroup * 64;
@@ -663,7 +663,7 @@ __device__ inline void consume(const Forward& f, const ForwardShared<C>& shared,
 
   for (; open_tile(); ++tile) {
 #pragma unroll 1
-    for (block = last_block; block > own_last && block >= first_block; --block) skip_block();
+    for (block = first_block; block < own_first && block <= last_block; ++block) skip_block();
     if (own_first > own_last) {
       release_q(true);
       softmax.start();
@@ -681,11 +681,11 @@ __device__ inline void consume(const Forward& f, const ForwardShared<C>& shared,
     ptx::wgmma_wait_group<0>();
     ptx::written_by_wgmma(s);
     release_k();
-    release_q(block == own_first);
+    release_q(block == own_last);
     find_largest(block * C::kKeys, std::true_type{});
     weigh(block * C::kKeys);
     for (;;) {
-      for (; block > own_first; --block) {
+      for (; block < own_last; ++block) {
         // S of the next block and O of this one; under the second, the largest scores of the next.
         ptx::mbarrier_wait(shared.k_full(k_ring.stage), k_ring.parity);
         take_turn();
@@ -695,21 +695,21 @@ __device__ inline void consume(const Forward& f, const ForwardShared<C>& shared,
         ptx::wgmma_wait_group<1>();
         ptx::written_by_wgmma(s);
         release_k();
-        release_q(block - 1 == own_first);
-        find_largest((block - 1) * C::kKeys, std::false_type{});
+        release_q(block + 1 == own_last);
+        find_largest((block + 1) * C::kKeys, std::false_type{});
         ptx::wgmma_wait_group<0>();
         ptx::written_by_wgmma(out);
         release_v();
         rescale_output();
-        weigh((block - 1) * C::kKeys);
+        weigh((block + 1) * C::kKeys);
       }
       keep_remainder();
       // The last block of the tile goes together with the first of the next one, if the warpgroup skips none
       // between them.
       bool join = false;
-      if (C::kTurns && C::kQueryStages > 1 && block == first_block && last_block - first_block >= kLongTile) {
+      if (C::kTurns && C::kQueryStages > 1 && block == last_block && last_block - first_block >= kLongTile) {
         ++tile;
-        join = open_tile() && own_first <= own_last && own_last == last_block;
+        join = open_tile() && own_first <= own_last && own_first == first_block;
         if (!join) --tile;
       }
       if (!join) break;
@@ -724,7 +724,7 @@ __device__ inline void consume(const Forward& f, const ForwardShared<C>& shared,
       finish_rows<C>(f, shared, stage, rows_of(stage), softmax, factor);
       softmax.start();
       add = false;
-      block = last_block;
+      block = first_block;
       ptx::wgmma_wait_group<1>();
       ptx::written_by_wgmma(s);
       release_k();
@@ -748,7 +748,7 @@ __device__ inline void consume(const Forward& f, const ForwardShared<C>& shared,
     ptx::written_by_wgmma(out);
     release_v();
 #pragma unroll 1
-    for (int unseen = block - shared.get_work(stage).first_block; unseen > 0; --unseen) skip_block();
+    for (int unseen = shared.get_work(stage).last_block() - block; unseen > 0; --unseen) skip_block();
     clear_empty_rows();
     write(tile);
   }
@@ -760,8 +760,9 @@ __global__ void __launch_bounds__(ForwardShared<C>::kThreads, C::kBlocks)
   // What the block is launched with is divided again: producers need few registers.
   constexpr int kThreads = ForwardShared<C>::kThreads,
                 kAll = 65536 / C::kBlocks / (8 * kThreads) * 8 * kThreads;
-  constexpr int kInLoop = C::kKeys * 3 / 4 + C::kHeadDimV / 2,  // registers of S, P and O
-      kProducerRegisters = C::kWarpgroups == 3 && kInLoop >= 120 ? 32 : 40,
+  constexpr int kOfMatrices = C::kKeys * 3 / 4 + C::kHeadDimV / 2;  // S, P and O
+  constexpr bool kScarce = C::kWarpgroups == 3 && kOfMatrices >= 120;
+  constexpr int kProducerRegisters = kScarce ? 32 : 40,
                 kConsumerRegisters = (kAll / 128 - kProducerRegisters) / C::kWarpgroups / 8 * 8;
   const ForwardShared<C> shared;
   const int warpgroup = __shfl_sync(0xFFFFFFFFu, threadIdx.x / 128, 0);

@@ -1,6 +1,8 @@
 // Which tile a block works on next, and which keys the tile needs.
 #pragma once
 
+#include <climits>
+
 #include "common/divisor.h"
 #include "common/score.cuh"
 
@@ -13,10 +15,12 @@ struct Work {
   int q_first, q_allotted, k_first;  // of the sequence in its tensor
   int first_block, blocks;           // blocks of keys that some row of the tile sees
   VisibleKeys visible;
+
+  __device__ int last_block() const { return first_block + blocks - 1; }
 };
 static_assert(sizeof(Work) == 48, "three vectors");
 
-// What a warpgroup needs of it: of the blocks those from last_block to first_block, none if they are the
+// What a warpgroup needs of it: of the blocks those from first_block to last_block, none if they are the
 // wrong way round.  All of its rows see the keys of [seen_first, seen_last).
 struct Share {
   int first_block, last_block, seen_first, seen_last;
@@ -35,7 +39,7 @@ __device__ inline Share share_of(const Work& work, int warpgroup, int group) {
   const VisibleKeys& visible = work.visible;
   const int first_key = visible.first(first), last_key = visible.last(last);
   const bool any = work.blocks > 0 && first_key < last_key;
-  return {first_key / C::kKeys, any ? (last_key - 1) / C::kKeys : -1, visible.first(last),
+  return {any ? first_key / C::kKeys : INT_MAX, any ? (last_key - 1) / C::kKeys : -1, visible.first(last),
           visible.last(first)};
 }
 

@@ -178,7 +178,7 @@ FAULTS = {  # name: rows, file, text, the text that replaces it
     "NaN in V past a sequence's end": (
         HOPPER, "sm90/forward.cuh", "if (first > 0 || last < C::kKeys)", "if (first > last)"),
     "negative numbers ordered like their bits": (
-        HOPPER, "sm90/softmax.cuh", "if (first || !positive) {", "if (first) {"),
+        HOPPER, "sm90/softmax.cuh", "if (!were_positive && !positive(reached))", "if (false)"),
     "the maximum of three lanes": (
         HOPPER, "sm90/softmax.cuh", "ptx::max_from(ptx::max_from(x, a, b), c, c)", "ptx::max_from(x, a, b)"),
     "an output relative to an old maximum": (

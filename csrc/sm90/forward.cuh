@@ -369,22 +369,34 @@ __device__ inline void finish_rows(const Forward& f, const ForwardShared<C>& sha
                                    float (&factor)[2]) {
   const ForwardParams& p = f.p;
   const Work& work = rows.work;
+  const auto row = [&](int half) { return rows.lane_row + 8 * half; };
+  const auto query = [&](int half) { return (rows.first_row + row(half)) >> f.schedule.group; };
+  const bool counts[2] = {query(0) < work.visible.len_q, query(1) < work.visible.len_q};
+  float sink[2] = {-INFINITY, -INFINITY};
+  if (p.score.sink.data)
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+      if (counts[half])
+        sink[half] =
+            load_number(p.score.sink.data, p.score.sink.dtype, rows.head(row(half)) * p.score.sink.head);
+  RowResult result[2];
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const int row = rows.lane_row + 8 * half, query = (rows.first_row + row) >> f.schedule.group;
-    const bool counts = query < work.visible.len_q;
-    float sink = -INFINITY;
-    if (p.score.sink.data && counts)
-      sink = load_number(p.score.sink.data, p.score.sink.dtype, rows.head(row) * p.score.sink.head);
-    const float reference = counts && softmax.top[half] > -INFINITY ? softmax.reference[half] : -INFINITY;
-    const float total = quad_sum(counts ? softmax.sum[half] : 0.f);
-    const RowResult result = finish_row(total, reference, sink);
-    factor[half] = result.factor;
-    if (rows.lane % 4 == 0)
-      ptx::st_shared_4(shared.lse(work_stage, rows.first_row - work.row + row), __float_as_uint(result.lse));
-    if (p.max_logit.data && rows.lane % 4 == 0 && query < work.q_allotted)
-      *row_statistic(p.max_logit, work, rows.head(row), query) = result.max_logit;
+    const float reference =
+        counts[half] && softmax.top[half] > -INFINITY ? softmax.reference[half] : -INFINITY;
+    result[half] = finish_row(quad_sum(counts[half] ? softmax.sum[half] : 0.f), reference, sink[half]);
+    factor[half] = result[half].factor;
   }
+  if (rows.lane % 4 > 0) return;
+#pragma unroll
+  for (int half = 0; half < 2; ++half)
+    ptx::st_shared_4(shared.lse(work_stage, rows.first_row - work.row + row(half)),
+                     __float_as_uint(result[half].lse));
+  if (p.max_logit.data)
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+      if (query(half) < work.q_allotted)
+        *row_statistic(p.max_logit, work, rows.head(row(half)), query(half)) = result[half].max_logit;
 }
 
 // How many of a warpgroup's 64 rows exist, at most.
@@ -607,12 +619,11 @@ __device__ inline void consume(const Forward& f, const ForwardShared<C>& shared,
   const auto hide = [&](int key) {
     if (key < seen_first || key + C::kKeys > seen_last) rows_of(work_stage).hide(s, key);
   };
-  const auto find_largest = [&](int key, auto first_of_tile) {
-    constexpr bool kFirst = decltype(first_of_tile)::value;
+  const auto find_largest = [&](int key) {
     if (modified && !softcapped) rows_of(work_stage).modify(s, key);
     hide(key);
     const auto logit = [&](float x) { return C::kGeneral && softcapped ? f.logits.cap(x) : x * scale; };
-    softmax.raise<kFirst>(s, logit);
+    softmax.raise(s, logit);
   };
   const auto weigh = [&](int key) {  // scores become weights
     const Logits& logits = f.logits;
@@ -682,7 +693,7 @@ __device__ inline void consume(const Forward& f, const ForwardShared<C>& shared,
     ptx::written_by_wgmma(s);
     release_k();
     release_q(block == own_last);
-    find_largest(block * C::kKeys, std::true_type{});
+    find_largest(block * C::kKeys);
     weigh(block * C::kKeys);
     for (;;) {
       for (; block < own_last; ++block) {
@@ -696,7 +707,7 @@ __device__ inline void consume(const Forward& f, const ForwardShared<C>& shared,
         ptx::written_by_wgmma(s);
         release_k();
         release_q(block + 1 == own_last);
-        find_largest((block + 1) * C::kKeys, std::false_type{});
+        find_largest((block + 1) * C::kKeys);
         ptx::wgmma_wait_group<0>();
         ptx::written_by_wgmma(out);
         release_v();
@@ -728,7 +739,7 @@ __device__ inline void consume(const Forward& f, const ForwardShared<C>& shared,
       ptx::wgmma_wait_group<1>();
       ptx::written_by_wgmma(s);
       release_k();
-      find_largest(block * C::kKeys, std::true_type{});
+      find_largest(block * C::kKeys);
       ptx::wgmma_wait_group<0>();
       ptx::written_by_wgmma(out);
       release_v();

@@ -19,45 +19,46 @@ struct OnlineSoftmax {
   float sum[2];                // of this lane's weights
   float rescale[2];            // of earlier sums and outputs, after the latest block
   bool grown[2];               // is it other than 1 in a row of the warp?
-  bool positive;               // is no row's largest score below 0, in the warp?
 
   __device__ void start() {
     top[0] = top[1] = -INFINITY;
     sum[0] = sum[1] = 0;
-    positive = false;
+  }
+
+  // Largest scores, of which some may be negative.
+  template <int n>
+  __device__ void find_negative(const float (&s)[n], float (&reached)[2]) const {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      reached[half] = top[half];
+#pragma unroll
+      for (int j = 0; j < n / 4; ++j)
+        reached[half] = fmaxf(reached[half], fmaxf(s[4 * j + 2 * half], s[4 * j + 2 * half + 1]));
+      reached[half] = quad_max(reached[half]);
+    }
   }
 
   // Takes a block's scores into account.  logit(x): of such a score.
-  template <bool first, int n, class Logit>
+  template <int n, class Logit>
   __device__ void raise(const float (&s)[n], Logit logit) {
+    const auto positive = [](const float (&x)[2]) { return __all_sync(0xFFFFFFFFu, x[0] >= 0 && x[1] >= 0); };
+    const bool were_positive = positive(top);
     float reached[2];
-    if constexpr (!first) {
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        float x[2] = {top[half], top[half]};
+    for (int half = 0; half < 2; ++half) {
+      float x[2] = {top[half], top[half]};
 #pragma unroll
-        for (int j = 0; j < n / 4; ++j)
-          x[j % 2] = ptx::max_from(x[j % 2], s[4 * j + 2 * half], s[4 * j + 2 * half + 1]);
-        reached[half] = ptx::max_from(x[0], x[1], x[1]);
-      }
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {  // of the quad, in one exchange
-        const float x = reached[half], a = __shfl_xor_sync(0xFFFFFFFFu, x, 1),
-                    b = __shfl_xor_sync(0xFFFFFFFFu, x, 2), c = __shfl_xor_sync(0xFFFFFFFFu, x, 3);
-        reached[half] = ptx::max_from(ptx::max_from(x, a, b), c, c);
-      }
+      for (int j = 0; j < n / 4; ++j)
+        x[j % 2] = ptx::max_from(x[j % 2], s[4 * j + 2 * half], s[4 * j + 2 * half + 1]);
+      reached[half] = ptx::max_from(x[0], x[1], x[1]);
     }
-    if (first || !positive) {  // that was wrong
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        reached[half] = top[half];
-#pragma unroll
-        for (int j = 0; j < n / 4; ++j)
-          reached[half] = fmaxf(reached[half], fmaxf(s[4 * j + 2 * half], s[4 * j + 2 * half + 1]));
-        reached[half] = quad_max(reached[half]);
-      }
-      positive = __all_sync(0xFFFFFFFFu, reached[0] >= 0 && reached[1] >= 0);
+    for (int half = 0; half < 2; ++half) {  // of the quad, in one exchange
+      const float x = reached[half], a = __shfl_xor_sync(0xFFFFFFFFu, x, 1),
+                  b = __shfl_xor_sync(0xFFFFFFFFu, x, 2), c = __shfl_xor_sync(0xFFFFFFFFu, x, 3);
+      reached[half] = ptx::max_from(ptx::max_from(x, a, b), c, c);
     }
+    if (!were_positive && !positive(reached)) find_negative(s, reached);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const float before = top[half];

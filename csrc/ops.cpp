@@ -265,7 +265,8 @@ Tensor run_decode(const Tensor& q, const Tensor& k_cache, const MaybeTensor& v_c
   p.out = view(*out), p.lse = statistic(lse);
   Tensor rotated;
   if (p.rotary.cos) {
-    rotated = new_tensor(q, q.sizes(), q.scalar_type(), false);
+    // Zeros: offsets that are none may lead to rows that nobody turns.
+    rotated = new_tensor(q, q.sizes(), q.scalar_type(), packed);
     p.q_rotated = view(rotated);
   }
   p.device = cuda_device_of(q);

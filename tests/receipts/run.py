@@ -2,6 +2,7 @@
 
     python tests/receipts/run.py
     python tests/receipts/run.py --parts build suite --families sm80 --files test_cuda.py --limit 500
+    python tests/receipts/run.py --parts build suite --again
     python tests/receipts/run.py --not-run REASON --card "NVIDIA H200"
 
 Parts of one receipt may come from several runs.  What was under way when the limit was reached or SIGTERM
@@ -191,7 +192,7 @@ class Run:
         collected = lines[0]["collected"] if lines else {}
         return status is not None and status not in (2, 3, 4), collected, lines[1:]
 
-    def parts(self, names: list[str], families: list[str], files: list[str], workers: int,
+    def parts(self, names: list[str], families: list[str], files: list[str], again: bool, workers: int,
               checkers: int, some: str) -> None:
         """The sanitizers run beside the suites; with more than one card, suites run beside each other too."""
         try:
@@ -203,12 +204,13 @@ class Run:
                       if tool in names and (left := unseen(self.receipt, tool, some))}
         suites = {}
         for card, family in enumerate(families if "suite" in names else ()):
-            if time.monotonic() < self.end:
-                suites[family] = self.suite(family, files, workers, card)
+            tests = self.failed(family) if again else [f"tests/{file}" for file in files]
+            if tests and time.monotonic() < self.end:
+                suites[family] = self.suite(family, tests, workers, card)
                 if cards() == 1:
-                    self.tested(family, files, suites.pop(family))
+                    self.tested(family, files, again, suites.pop(family))
         for family, child in suites.items():
-            self.tested(family, files, child)
+            self.tested(family, files, again, child)
         for tool, child in sanitizers.items():
             self.sanitized(tool, child)
 
@@ -221,13 +223,22 @@ class Run:
         self.receipt["build seconds"] = round(time.monotonic() - begin)
         self.receipt["code"] = compiled()
 
-    def suite(self, family: str, files: list[str], workers: int, card: int) -> subprocess.Popen:
-        """Starts the tests on the kernels of one family."""
-        return self.pytest(family, workers, "--dist", "loadgroup", "--family", family,
-                           *(f"tests/{file}" for file in files), **first(card))
+    def failed(self, family: str) -> list[str]:
+        return [test for x in self.receipt["failures"] for of, _, test in [x.partition(" ")] if of == family]
 
-    def tested(self, family: str, files: list[str], child: subprocess.Popen) -> None:
+    def suite(self, family: str, tests: list[str], workers: int, card: int) -> subprocess.Popen:
+        """Starts the tests on the kernels of one family."""
+        return self.pytest(family, workers, "--dist", "loadgroup", "--family", family, *tests, **first(card))
+
+    def tested(self, family: str, files: list[str], again: bool, child: subprocess.Popen) -> None:
         finished, collected, results = self.results(family, child)
+        if again:
+            for test in (r["test"] for r in results if r["outcome"] == "passed"):
+                counts = self.receipt["suite"][family][Path(test.partition("::")[0]).name]
+                counts["failed"], counts["passed"] = counts["failed"] - 1, counts["passed"] + 1
+                self.receipt["failures"].remove(f"{family} {test}")
+            self.receipt["rows"] |= outcomes_of_rows(results, family)
+            return
         outcomes = defaultdict(Counter)
         for result in results:
             file = Path(result["test"].partition("::")[0]).name
@@ -240,9 +251,9 @@ class Run:
             ran = counts["passed"] + counts["failed"] + counts["skipped"]
             if ran or finished:
                 of_family[file] = {"finished": finished or ran == collected.get(file)} | counts
-        again = tuple(f"{family} tests/{file}::" for file in files)
+        these = tuple(f"{family} tests/{file}::" for file in files)
         self.receipt["failures"] = sorted({
-            *(failure for failure in self.receipt["failures"] if not failure.startswith(again)),
+            *(failure for failure in self.receipt["failures"] if not failure.startswith(these)),
             *(f"{family} {result['test']}" for result in results if result["outcome"] == "failed")})
         if "test_cuda.py" in files:
             self.receipt["rows"] |= outcomes_of_rows(results, family)
@@ -322,6 +333,7 @@ def main() -> None:
     parser.add_argument("--families", nargs="+", default=_build.instances().CUDA_MODULES[::-1],
                         help="of the suite")
     parser.add_argument("--files", nargs="+", choices=SUITE, default=SUITE, help="of the suite")
+    parser.add_argument("--again", action="store_true", help="of the suite: only the tests that failed")
     parser.add_argument("--workers", type=int, default=8)
     parser.add_argument("--checkers", type=int, default=3, help="test processes of each sanitizer")
     parser.add_argument("--rows", default="", metavar="REGEX", help="of the sanitizers")
@@ -339,8 +351,8 @@ def main() -> None:
         run = Run(receipt, arguments.limit)
     try:
         if not arguments.not_run:
-            run.parts(arguments.parts, arguments.families, list(arguments.files), arguments.workers,
-                      arguments.checkers, arguments.rows)
+            run.parts(arguments.parts, arguments.families, list(arguments.files), arguments.again,
+                      arguments.workers, arguments.checkers, arguments.rows)
     finally:
         receipt |= {"unverified": unverified(receipt), "unfinished": unfinished(receipt)}
         text = json.dumps(receipt, indent=1) + "\n"

@@ -138,7 +138,7 @@ def test_a_build_that_fails_leaves_nothing_of_other_sources(monkeypatch, tmp_pat
     run.path_of("a card").write_text(json.dumps(old))
     receipt = run.start("a card")
     with pytest.raises(SystemExit):
-        run.Run(receipt, 1).parts(["build", "suite"], ["sm75"], ["test_cuda.py"], 1, 1, "")
+        run.Run(receipt, 1).parts(["build", "suite"], ["sm75"], ["test_cuda.py"], False, 1, 1, "")
     assert receipt["sources"] == run.digest() and ("sm75" in receipt["suite"]) == (not changed)
     assert bool(run.unseen(receipt, "memcheck")) == changed
 

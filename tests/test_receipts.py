@@ -143,6 +143,20 @@ def test_a_build_that_fails_leaves_nothing_of_other_sources(monkeypatch, tmp_pat
     assert bool(run.unseen(receipt, "memcheck")) == changed
 
 
+def test_what_failed_and_passes_again_counts_as_passed(monkeypatch, tmp_path):
+    monkeypatch.setattr(run, "SCRATCH", tmp_path)
+    names = ["tests/test_cuda.py::test_a[x-1]@large", "tests/test_cuda.py::test_b"]
+    receipt = {"suite": {"sm80": {"test_cuda.py": {"passed": 5, "failed": 2}}}, "rows": {},
+               "failures": [*(f"sm80 {name}" for name in names), "sm75 tests/test_cuda.py::test_b"]}
+    again = run.Run(receipt, 1)
+    assert again.failed("sm80") == ["tests/test_cuda.py::test_a[x-1]", "tests/test_cuda.py::test_b"]
+    results = [{"test": name, "outcome": outcome} for name, outcome in zip(names, ("passed", "failed"))]
+    monkeypatch.setattr(again, "results", lambda family, child: (True, {}, results))
+    again.tested_again("sm80", None)
+    assert receipt["suite"]["sm80"]["test_cuda.py"] == {"passed": 6, "failed": 1}
+    assert receipt["failures"] == ["sm80 tests/test_cuda.py::test_b", "sm75 tests/test_cuda.py::test_b"]
+
+
 def test_a_row_is_clean_if_all_its_tests_passed():
     outcomes = {"a-cache": "passed", "a-pages": "passed", "b-cache": "passed", "b-pages": "skipped",
                 "c-all": "failed"}

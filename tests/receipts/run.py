@@ -202,15 +202,22 @@ class Run:
             forget_what_changed(self.receipt)
         sanitizers = {tool: self.sanitizer(tool, left, i, checkers) for i, tool in enumerate(TOOLS)
                       if tool in names and (left := unseen(self.receipt, tool, some))}
+
+        def record(family, child):
+            if again:
+                self.tested_again(family, child)
+            else:
+                self.tested(family, files, child)
+
         suites = {}
         for card, family in enumerate(families if "suite" in names else ()):
             tests = self.failed(family) if again else [f"tests/{file}" for file in files]
             if tests and time.monotonic() < self.end:
                 suites[family] = self.suite(family, tests, workers, card)
                 if cards() == 1:
-                    self.tested(family, files, again, suites.pop(family))
+                    record(family, suites.pop(family))
         for family, child in suites.items():
-            self.tested(family, files, again, child)
+            record(family, child)
         for tool, child in sanitizers.items():
             self.sanitized(tool, child)
 
@@ -224,21 +231,24 @@ class Run:
         self.receipt["code"] = compiled()
 
     def failed(self, family: str) -> list[str]:
-        return [test for x in self.receipt["failures"] for of, _, test in [x.partition(" ")] if of == family]
+        """Tests of the family that failed, without the group that xdist puts behind a name."""
+        return [re.sub(r"@\w+$", "", x.removeprefix(f"{family} ")) for x in self.receipt["failures"]
+                if x.startswith(f"{family} ")]
 
     def suite(self, family: str, tests: list[str], workers: int, card: int) -> subprocess.Popen:
         """Starts the tests on the kernels of one family."""
         return self.pytest(family, workers, "--dist", "loadgroup", "--family", family, *tests, **first(card))
 
-    def tested(self, family: str, files: list[str], again: bool, child: subprocess.Popen) -> None:
+    def tested_again(self, family: str, child: subprocess.Popen) -> None:
+        _, _, results = self.results(family, child)
+        for test in (result["test"] for result in results if result["outcome"] == "passed"):
+            self.receipt["failures"].remove(f"{family} {test}")
+            counts = self.receipt["suite"][family][Path(test.partition("::")[0]).name]
+            counts["failed"], counts["passed"] = counts["failed"] - 1, counts["passed"] + 1
+        self.receipt["rows"] |= outcomes_of_rows(results, family)
+
+    def tested(self, family: str, files: list[str], child: subprocess.Popen) -> None:
         finished, collected, results = self.results(family, child)
-        if again:
-            for test in (r["test"] for r in results if r["outcome"] == "passed"):
-                counts = self.receipt["suite"][family][Path(test.partition("::")[0]).name]
-                counts["failed"], counts["passed"] = counts["failed"] - 1, counts["passed"] + 1
-                self.receipt["failures"].remove(f"{family} {test}")
-            self.receipt["rows"] |= outcomes_of_rows(results, family)
-            return
         outcomes = defaultdict(Counter)
         for result in results:
             file = Path(result["test"].partition("::")[0]).name
@@ -251,9 +261,9 @@ class Run:
             ran = counts["passed"] + counts["failed"] + counts["skipped"]
             if ran or finished:
                 of_family[file] = {"finished": finished or ran == collected.get(file)} | counts
-        these = tuple(f"{family} tests/{file}::" for file in files)
+        again = tuple(f"{family} tests/{file}::" for file in files)
         self.receipt["failures"] = sorted({
-            *(failure for failure in self.receipt["failures"] if not failure.startswith(these)),
+            *(failure for failure in self.receipt["failures"] if not failure.startswith(again)),
             *(f"{family} {result['test']}" for result in results if result["outcome"] == "failed")})
         if "test_cuda.py" in files:
             self.receipt["rows"] |= outcomes_of_rows(results, family)

@@ -26,7 +26,7 @@ MEMORY_LIMIT = 64 * 2**20  # bytes that our forward may take besides inputs and 
 RIVALS = "ours,sdpa_flash,cudnn,fa3"
 PACKAGES = "fa2,fa4,xformers"
 ALL = {  # seconds that each part of `all` may take, of which the start of its process is START
-    "cuda": 130, "decode": 54, "io": 90, "memory-cuda": 45, "exact": 35, "growth": 50, "graphs": 22,
+    "cuda": 130, "decode": 54, "io": 75, "memory-cuda": 45, "exact": 50, "growth": 50, "graphs": 22,
     "overhead-cuda": 17, "cold": 20}
 START = 6
 

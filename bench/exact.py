@@ -1,5 +1,7 @@
 """Error of outputs and gradients against float64, as a distribution over all elements."""
 
+import math
+import statistics
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -12,18 +14,21 @@ from .shapes import Shape
 from .timing import prepared
 
 QUANTILES = {"median": 0.5, "p99": 0.99, "p999": 0.999, "max": 1.0}
+COMPARED = ("median", "p999")  # of outputs with those of the other peers
 TENSORS = {"forward": ("out",), "backward": ("dq", "dk", "dv")}
-METHOD = """Error of each element against float64, over the root mean square of its row (the head dim) of the
+DRAWS = {"forward": 16, "backward": 1}
+METHOD = f"""Error of each element against float64, over the root mean square of its row (the head dim) of the
 exact result: in the table the median, the 99.9th percentile, the largest; every figure is in the CSV.
 Inputs are normal; outliers: one element of a thousand of q, k and v has 10 times the spread; long: 65,536
-keys."""
+keys.  Outputs are those of {DRAWS["forward"]} draws of the inputs: the tables have the means of the draws' medians
+and percentiles, and of the ratios of these to a peer's, with the standard error."""
 
 
-def inputs(shape: Shape, device: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The shape's random q, k, v and dout; with outliers in q, k and v if its name says so."""
-    q, k, v, dout = shape.inputs(device)
+def inputs(shape: Shape, device: str, draw: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """A draw of the shape's random q, k, v and dout; with outliers in q, k and v if its name says so."""
+    q, k, v, dout = shape.inputs(device, seed=2 * draw)
     if "outliers" in shape.name:
-        generator = torch.Generator(device).manual_seed(1)
+        generator = torch.Generator(device).manual_seed(2 * draw + 1)
         for tensor in (q, k, v):
             rare = torch.rand(tensor.shape, generator=generator, device=device) < 1e-3
             tensor += 10 * rare * torch.randn(tensor.shape, generator=generator, device=device)
@@ -31,7 +36,7 @@ def inputs(shape: Shape, device: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def oracle(shape: Shape, inputs: tuple[Tensor, ...], block: int = 2**26) -> dict[str, Tensor]:
-    """out, dq, dk and dv in float64, (B, S, H, D), from blocks of queries with `block` scores at most."""
+    """out in float64, or dq, dk and dv, (B, S, H, D), from blocks of queries with `block` scores at most."""
     q, k, v, dout = (t.double().transpose(1, 2) for t in inputs)
     group, scale = shape.Hq // shape.Hk, shape.D**-0.5
     k, v = (t.repeat_interleave(group, 1) for t in (k, v))
@@ -45,13 +50,17 @@ def oracle(shape: Shape, inputs: tuple[Tensor, ...], block: int = 2**26) -> dict
             scores = scale * (q[b, h, some] @ k[b, h].T)
             weights = scores.masked_fill_((ahead < -left) | (ahead > right), float("-inf")).softmax(-1)
             out[b, h, some] = weights @ v[b, h]
+            if not shape.differentiates:
+                continue
             dv[b, h] += weights.T @ dout[b, h, some]
             delta = (out[b, h, some] * dout[b, h, some]).sum(-1, keepdim=True)
             dscores = weights * (dout[b, h, some] @ v[b, h].T - delta) * scale
             dq[b, h, some] = dscores @ k[b, h]
             dk[b, h] += dscores.T @ q[b, h, some]
+    if not shape.differentiates:
+        return {"out": out.transpose(1, 2)}
     dk, dv = (t.unflatten(1, (shape.Hk, group)).sum(2) for t in (dk, dv))
-    return {name: t.transpose(1, 2) for name, t in zip(("out", "dq", "dk", "dv"), (out, dq, dk, dv))}
+    return {name: t.transpose(1, 2) for name, t in zip(("dq", "dk", "dv"), (dq, dk, dv))}
 
 
 def quantiles(errors: Tensor) -> dict[str, float]:
@@ -80,25 +89,55 @@ def computed(shape: Shape, peer: Peer, given: tuple[Tensor, ...]) -> list[Tensor
     return made[peer.name]
 
 
+def of_draws(draws: list[dict[str, float]]) -> dict[str, float]:
+    """Means of the draws' quantiles, and the largest error of all."""
+    return {name: (max if name.endswith("max") else statistics.fmean)([draw[name] for draw in draws])
+            for name in draws[0]}
+
+
+def ratios(ours: list[dict[str, float]], peer: list[dict[str, float]]) -> dict[str, float]:
+    """Ours over the peer's, draw by draw: the mean, and its standard error."""
+    found = {}
+    for name in COMPARED:
+        each = [a[name] / b[name] for a, b in zip(ours, peer, strict=True)]
+        found |= {f"{name}_ratio": statistics.fmean(each),
+                  f"{name}_ratio_error": statistics.stdev(each) / math.sqrt(len(each))}
+    return found
+
+
+def of_peers(shape: Shape, peers: list[Peer], device: str) -> Iterator[dict]:
+    """A row for every peer and tensor of the shape's result."""
+    tensors, found, failed = TENSORS[shape.op], {peer.name: [] for peer in peers}, {}
+    for draw in range(DRAWS[shape.op]):
+        try:
+            given = inputs(shape, device, draw)
+            expected = oracle(shape, given)
+        except Exception as error:
+            yield {"peer": "ours", "tensor": tensors[0], "error": f"no float64 result: {reason(error)}"}
+            return
+        for peer in (peer for peer in peers if peer.name not in failed):
+            try:
+                results = dict(zip(tensors, computed(shape, peer, given), strict=True))
+                found[peer.name].append({name: distribution(results[name], expected[name]) for name in tensors})
+            except Exception as error:
+                failed[peer.name] = reason(error)
+    for name, draws in found.items():
+        if name in failed:
+            yield {"peer": name, "tensor": tensors[0], "error": failed[name]}
+            continue
+        for tensor in tensors:
+            figures = [draw[tensor] for draw in draws]
+            row = {"peer": name, "tensor": tensor, "draws": len(draws), **of_draws(figures)}
+            if name != "ours" and len(draws) > 1 and "ours" in found.keys() - failed.keys():
+                row |= ratios([draw[tensor] for draw in found["ours"]], figures)
+            yield row
+
+
 def rows(peers: list[Peer], shapes: list[Shape], device: str = "cuda") -> Iterator[tuple[Shape, dict]]:
     """A row for every shape, peer and tensor of the result, or an error in place of the figures."""
     for shape in shapes:
-        try:
-            given = inputs(shape, device)
-            expected = oracle(shape, given)
-        except Exception as error:
-            yield shape, {"peer": "ours", "tensor": "out", "error": f"no float64 result: {reason(error)}"}
-            continue
-        for op, tensors in TENSORS.items():
-            asked = replace(shape, op=op)
-            for peer in peers:
-                try:
-                    for name, result in zip(tensors, computed(asked, peer, given), strict=True):
-                        found = distribution(result, expected[name])
-                        yield asked, {"peer": peer.name, "tensor": name, **found}
-                except Exception as error:
-                    yield asked, {"peer": peer.name, "tensor": tensors[0], "error": reason(error)}
-        given = expected = None
-        if device == "cuda":
-            with suppress(RuntimeError):  # a device that is gone: the next shape says so
-                torch.cuda.empty_cache()
+        for asked in (replace(shape, op=op) for op in TENSORS):
+            yield from ((asked, row) for row in of_peers(asked, peers, device))
+            if device == "cuda":
+                with suppress(RuntimeError):  # a device that is gone: the next shape says so
+                    torch.cuda.empty_cache()

@@ -113,9 +113,9 @@ class Shape:
         """Of q, k and v."""
         return sum(map(math.prod, self.sizes()[:2 if self.latent else 3])) * self.itemsize
 
-    def inputs(self, device: str = "cpu") -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def inputs(self, device: str = "cpu", seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Random q, k, v and the gradient of the output, the same for every peer."""
-        generator = torch.Generator(device).manual_seed(0)
+        generator = torch.Generator(device).manual_seed(seed)
         q, k, v, dout = (
             torch.randn(size, generator=generator, device=device, dtype=getattr(torch, self.dtype))
             for size in self.sizes())

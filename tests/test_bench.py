@@ -865,9 +865,10 @@ def test_the_oracle_in_blocks_is_the_reference(changes):
     out, _, _ = reference.forward(q, k, v, causal=shape.causal, window=shape.window)
     grads = torch.autograd.grad(out, (q, k, v), given[3])
     for block in (1, 20, 2**20):
-        found = exact.oracle(shape, given, block)
-        for name, expected in zip(("out", "dq", "dk", "dv"), (out, *grads)):
-            torch.testing.assert_close(found[name], expected, rtol=1e-12, atol=1e-12)
+        for op, tensors in (("forward", (out,)), ("backward", grads)):
+            found = exact.oracle(replace(shape, op=op), given, block)
+            for name, expected in zip(exact.TENSORS[op], tensors, strict=True):
+                torch.testing.assert_close(found[name], expected, rtol=1e-12, atol=1e-12)
 
 
 def test_errors_are_a_distribution():
@@ -897,12 +898,33 @@ def test_every_peer_has_its_errors(monkeypatch):
         else:
             assert 0 <= r["median"] <= r["p99"] <= r["p999"] <= r["max"] < 0.3 and r["abs_max"] > 0
             assert r["median"] < 2 * torch.finfo(torch.bfloat16).eps
+        if r["peer"] == "plain" and r["tensor"] == "out":
+            assert r["draws"] == 16 and r["p999_ratio_error"] > 0 and 0.2 < r["median_ratio"] < 1
+        else:
+            assert "median_ratio" not in r
     monkeypatch.setattr(exact, "oracle", lambda *given: torch.zeros(-1))
     assert [(r["peer"], r["error"][:32]) for _, r in exact.rows([PEERS["ours"]], shapes, "cpu")] == [
-        ("ours", "no float64 result: RuntimeError:")] * 2
+        ("ours", "no float64 result: RuntimeError:")] * 4
     normal, outliers = (exact.inputs(shape, "cpu")[0].float().abs().max() for shape in (
         replace(SQUARE, name=name, Sq=300) for name in ("normal", "outliers")))
     assert outliers > 2 * normal
+
+
+def test_errors_of_draws_are_compared_draw_by_draw():
+    first, second = ({"median": 2.0, "p999": 5.0, "max": 9.0}, {"median": 4.0, "p999": 6.0, "max": 8.0})
+    assert exact.of_draws([first, second]) == {"median": 3.0, "p999": 5.5, "max": 9.0}
+    found = exact.ratios([first, second], [{"median": 2.0, "p999": 10.0}, {"median": 2.0, "p999": 6.0}])
+    assert found == pytest.approx({"median_ratio": 1.5, "median_ratio_error": 0.5,
+                                   "p999_ratio": 0.75, "p999_ratio_error": 0.25})
+    row = {"name": "long-float16", "dtype": "float16", "tensor": "out", "peer": "ours",
+           "median": 1.0, "p999": 1.0, "max": 1.0}
+    peer = {**row, "peer": "fa3", "median_ratio": 1.03, "median_ratio_error": 0.01, "p999_ratio": 1.01,
+            "p999_ratio_error": 0.01}
+    text = tables.exact_table([row, peer])
+    assert "1.0300 ±0.0100" in text and "1.0100 ±0.0100" in text
+    assert text.endswith("standard errors: fa3 at long-float16, median.")
+    assert tables.exact_table([row, {**peer, "median_ratio": 0.99}]).endswith("standard errors: nowhere.")
+    assert "±" not in tables.exact_table([row])
 
 
 def test_growth_is_a_power_law():

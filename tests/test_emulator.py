@@ -175,6 +175,8 @@ FAULTS = {  # name: rows, file, text, the text that replaces it
     "a remainder of other keys": (
         HOPPER, "sm90/forward.cuh", "ptx::cvt_unpack<C::kDType>(weights[0][i])",
         "ptx::cvt_unpack<C::kDType>(weights[1][i])"),
+    "a K that is taken for the one before": (
+        HOPPER, "sm90/forward.cuh", "k_is_there = false;\n  };", "};"),
     "NaN in V past a sequence's end": (
         HOPPER, "sm90/forward.cuh", "if (first > 0 || last < C::kKeys)", "if (first > last)"),
     "negative numbers ordered like their bits": (

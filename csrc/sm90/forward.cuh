@@ -496,6 +496,7 @@ template <class C>
 __device__ inline void consume(const Forward& f, const ForwardShared<C>& shared, int warpgroup, int thread) {
   using Shared = ForwardShared<C>;
   constexpr int kScores = C::kKeys / 2, kOutputs = C::kHeadDimV / 2, kSteps = C::kHeadDim / 16;
+  constexpr bool kWeighFirst = C::kWarpgroups < 3;  // before O is rescaled: docs/sm90_forward.md, row 41
   using PV = Wgmma<C::kDType, C::kHeadDimV>;
   const ForwardParams& p = f.p;
   const int lane = thread % 32, warp_row = warpgroup * 64 + thread / 32 * 16;
@@ -522,9 +523,15 @@ __device__ inline void consume(const Forward& f, const ForwardShared<C>& shared,
   // Its description is read again wherever it is needed, because registers are scarce.
   const auto rows_of = [&](int stage) { return ScoreRows<C>(f, shared.get_work(stage), warpgroup, thread); };
 
+  bool k_is_there = false;  // the next K, as far as was asked
+  const auto ask_for_k = [&] { k_is_there = ptx::mbarrier_test(shared.k_full(k_ring.stage), k_ring.parity); };
+  const auto wait_for_k = [&] {
+    if (!k_is_there) ptx::mbarrier_wait(shared.k_full(k_ring.stage), k_ring.parity);
+  };
   const auto release_k = [&] {
     if (lane == 0) ptx::mbarrier_arrive(shared.k_empty(k_ring.stage));
     k_ring.advance();
+    k_is_there = false;
   };
   const auto release_v = [&] {
     if (lane == 0) ptx::mbarrier_arrive(shared.v_empty(v_ring.stage));
@@ -541,7 +548,7 @@ __device__ inline void consume(const Forward& f, const ForwardShared<C>& shared,
   };
   // A block that other warpgroups need.
   const auto skip_block = [&] {
-    ptx::mbarrier_wait(shared.k_full(k_ring.stage), k_ring.parity);
+    wait_for_k();
     release_k();
     ptx::mbarrier_wait(shared.v_full(v_ring.stage), v_ring.parity);
     release_v();
@@ -590,7 +597,9 @@ __device__ inline void consume(const Forward& f, const ForwardShared<C>& shared,
         QK::ss(s, q_rows + Shared::Q::k_step(step * 16), k_rows + Shared::K::k_step(step * 16), step > 0);
     ptx::wgmma_commit_group();
   };
-  uint32_t remainder[4];  // what rounding takes from the weights of the first 16 keys of the last block
+  uint32_t remainder[4];  // what rounding takes from the weights of a block's first 16 keys: see
+                          // docs/sm90_forward.md, Softmax
+  const auto has_remainder = [](int block) { return block % 8 == 0; };
   const auto keep_remainder = [&] {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -598,7 +607,7 @@ __device__ inline void consume(const Forward& f, const ForwardShared<C>& shared,
       remainder[i] = ptx::cvt_pack<C::kDType>(s[2 * i] - rounded.x, s[2 * i + 1] - rounded.y);
     }
   };
-  const auto multiply_pv = [&](int stage, bool clear, bool last) {  // O += P V of this block, asynchronously
+  const auto multiply_pv = [&](int stage, bool clear) {  // O += P V of this block, asynchronously
     const typename Shared::V v = shared.v(v_ring.stage);
     ptx::mbarrier_wait(shared.v_full(v_ring.stage), v_ring.parity);
     if (clear) {
@@ -607,12 +616,17 @@ __device__ inline void consume(const Forward& f, const ForwardShared<C>& shared,
       if (first > 0 || last < C::kKeys)  // weights are 0 there, but 0 * NaN is NaN
         clear_rows<C::kKeys>(v, 0, first, last, thread, kGroupBarrier + warpgroup);
     }
+    if (has_remainder(block)) {  // a group of its own: ptxas would wait for all of one with a branch in it
+      ptx::wgmma_fence();
+      PV::template rs<1>(out, remainder, v.columns_of_n(), add);
+      ptx::wgmma_commit_group();
+      add = true;
+    }
     ptx::wgmma_fence();
 #pragma unroll
     for (int step = 0; step < C::kKeys / 16; ++step)
       PV::template rs<1>(out, weights[step], v.columns_of_n() + Shared::V::row_step(step * 16),
                          step > 0 || add);
-    if (last) PV::template rs<1>(out, remainder, v.columns_of_n(), 1);  // see docs/sm90_forward.md, Softmax
     ptx::wgmma_commit_group();
     add = true;
   };
@@ -638,9 +652,12 @@ __device__ inline void consume(const Forward& f, const ForwardShared<C>& shared,
       hide(key);
       softmax.weigh(s, [&](float x, float minus) { return x + minus; });
     }
+  };
+  const auto round_weights = [&](int of) {
 #pragma unroll
     for (int i = 0; i < kScores / 2; ++i)
       weights[i / 4][i % 4] = ptx::cvt_pack<C::kDType>(s[2 * i], s[2 * i + 1]);
+    if (has_remainder(of)) keep_remainder();
   };
   const auto rescale_output = [&] {
 #pragma unroll
@@ -685,7 +702,7 @@ __device__ inline void consume(const Forward& f, const ForwardShared<C>& shared,
       continue;
     }
     load_queries();
-    ptx::mbarrier_wait(shared.k_full(k_ring.stage), k_ring.parity);
+    wait_for_k();
     multiply_qk();
     softmax.start();
     add = false;
@@ -695,26 +712,30 @@ __device__ inline void consume(const Forward& f, const ForwardShared<C>& shared,
     release_q(block == own_last);
     find_largest(block * C::kKeys);
     weigh(block * C::kKeys);
+    round_weights(block);
     for (;;) {
       for (; block < own_last; ++block) {
         // S of the next block and O of this one; under the second, the largest scores of the next.
-        ptx::mbarrier_wait(shared.k_full(k_ring.stage), k_ring.parity);
+        wait_for_k();
         take_turn();
         multiply_qk();
-        multiply_pv(work_stage, dirty, false);
+        multiply_pv(work_stage, dirty);
         pass_turn();
         ptx::wgmma_wait_group<1>();
         ptx::written_by_wgmma(s);
         release_k();
         release_q(block + 1 == own_last);
-        find_largest((block + 1) * C::kKeys);
+        const int next_key = (block + 1) * C::kKeys;
+        find_largest(next_key);
+        if (kWeighFirst) weigh(next_key);
         ptx::wgmma_wait_group<0>();
         ptx::written_by_wgmma(out);
         release_v();
-        rescale_output();
-        weigh((block + 1) * C::kKeys);
+        ask_for_k();
+        if (!kWeighFirst) rescale_output(), weigh(next_key);
+        round_weights(block + 1);
+        if (kWeighFirst) rescale_output();
       }
-      keep_remainder();
       // The last block of the tile goes together with the first of the next one, if the warpgroup skips none
       // between them.
       bool join = false;
@@ -725,12 +746,12 @@ __device__ inline void consume(const Forward& f, const ForwardShared<C>& shared,
       }
       if (!join) break;
       load_queries();
-      ptx::mbarrier_wait(shared.k_full(k_ring.stage), k_ring.parity);
+      wait_for_k();
       const int ended = tile - 1, stage = ended % kWorkStages;
       const bool clear = is_dirty(shared.get_work(stage));
       take_turn();
       multiply_qk();
-      multiply_pv(stage, clear, true);
+      multiply_pv(stage, clear);
       pass_turn();
       finish_rows<C>(f, shared, stage, rows_of(stage), softmax, factor);
       softmax.start();
@@ -744,13 +765,14 @@ __device__ inline void consume(const Forward& f, const ForwardShared<C>& shared,
       ptx::written_by_wgmma(out);
       release_v();
       weigh(block * C::kKeys);
+      round_weights(block);
       clear_empty_rows();
       write(ended);
     }
     const int stage = tile % kWorkStages;
     const bool clear = is_dirty(shared.get_work(stage));
     take_turn();
-    multiply_pv(stage, clear, true);
+    multiply_pv(stage, clear);
     pass_turn();
     finish_rows<C>(f, shared, stage, rows_of(stage), softmax, factor);
     const bool empty_rows = __any_sync(0xFFFFFFFFu, factor[0] == 0 || factor[1] == 0);

@@ -33,6 +33,21 @@ __device__ inline void mbarrier_wait(uint32_t barrier, uint32_t parity) {
       : "memory");
 }
 
+// Has it?  The answer takes some time, in which the thread goes on.
+__device__ inline bool mbarrier_test(uint32_t barrier, uint32_t parity) {
+  uint32_t done;
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+      "selp.u32 %0, 1, 0, done;\n"
+      "}"
+      : "=r"(done)
+      : "r"(barrier), "r"(parity)
+      : "memory");
+  return done;
+}
+
 // ---- copies of tensor tiles ----------------------------------------------------------------------------
 
 // Hints for the L2 cache, as createpolicy makes them.

@@ -500,8 +500,12 @@ void arrive_at_barrier(uint32_t address, int arrivals, int64_t expected_bytes, S
   arrive(*current->block, address, arrivals, expected_bytes, site);
 }
 
+bool test_barrier(uint32_t address, uint32_t parity) {
+  return current->block->transactions[address].parity != parity;
+}
+
 void wait_for_barrier(uint32_t address, uint32_t parity, Site site) {
-  while (current->block->transactions[address].parity == parity) wait_for_other_blocks(site);
+  while (!test_barrier(address, parity)) wait_for_other_blocks(site);
 }
 
 void named_barrier(int barrier, int threads, bool wait, Site site) {

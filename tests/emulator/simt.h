@@ -106,6 +106,7 @@ void made_progress();                   // which they may wait for
 // of accesses to shared memory is not checked in blocks that have one.
 void init_barrier(uint32_t address, int arrivals);
 void arrive_at_barrier(uint32_t address, int arrivals, int64_t expected_bytes, Site site);
+bool test_barrier(uint32_t address, uint32_t parity);
 void wait_for_barrier(uint32_t address, uint32_t parity, Site site);
 
 void named_barrier(int barrier, int threads, bool wait, Site site);

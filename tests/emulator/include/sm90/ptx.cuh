@@ -17,6 +17,9 @@ inline void mbarrier_expect_tx(uint32_t barrier, uint32_t bytes, Site site = {})
 inline void mbarrier_wait(uint32_t barrier, uint32_t parity, Site site = {}) {
   emulator::wait_for_barrier(barrier, parity, site);
 }
+inline bool mbarrier_test(uint32_t barrier, uint32_t parity) {
+  return emulator::test_barrier(barrier, parity);
+}
 
 constexpr uint64_t kEvictFirst = 0, kEvictLast = 1, kEvictNormal = 2;
 inline void prefetch_tensormap(const CUtensorMap*) {}

@@ -20,8 +20,8 @@ DRAWS = {"forward": 16, "backward": 1}
 METHOD = f"""Error of each element against float64, over the root mean square of its row (the head dim) of the
 exact result: in the table the median, the 99.9th percentile, the largest; every figure is in the CSV.
 Inputs are normal; outliers: one element of a thousand of q, k and v has 10 times the spread; long: 65,536
-keys.  Outputs are those of {DRAWS["forward"]} draws of the inputs: the tables have the means of the draws' medians
-and percentiles, and of the ratios of these to a peer's, with the standard error."""
+keys.  Outputs are those of {DRAWS["forward"]} draws of the inputs: the tables have the means of the draws'
+medians and percentiles, and of the ratios of these to a peer's, with the standard error."""
 
 
 def inputs(shape: Shape, device: str, draw: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -118,7 +118,7 @@ def of_peers(shape: Shape, peers: list[Peer], device: str) -> Iterator[dict]:
         for peer in (peer for peer in peers if peer.name not in failed):
             try:
                 results = dict(zip(tensors, computed(shape, peer, given), strict=True))
-                found[peer.name].append({name: distribution(results[name], expected[name]) for name in tensors})
+                found[peer.name].append({t: distribution(results[t], expected[t]) for t in tensors})
             except Exception as error:
                 failed[peer.name] = reason(error)
     for name, draws in found.items():

@@ -138,6 +138,24 @@ class Ours(Peer):
         return flashattn.explain(*tensors, op=op, **options).kernel or ""
 
 
+class Kernel(Ours):
+    """Ours by the kernel of this name, whatever the dispatcher would choose: compares those of one build."""
+
+    def missing(self) -> str:
+        if why := super().missing():
+            return why
+        from flashattn import _load
+        kernels = (row["name"] for row in _load.extension().instances())
+        return "" if self.name in kernels else "this build has no such kernel"
+
+    def setting(self) -> AbstractContextManager:
+        import flashattn
+        return flashattn.force_family(self.name)
+
+    def kernel(self, shape: Shape, inputs: tuple[Tensor, ...]) -> str:
+        return self.name
+
+
 class Sdpa(Peer):
     """torch's scaled_dot_product_attention, on any device; without a backend torch chooses one itself."""
 
@@ -429,14 +447,18 @@ PEERS = {peer.name: peer for peer in (
 
 
 def present(names: list[str]) -> tuple[list[Peer], list[dict]]:
-    """The named peers that can run here, and why the others cannot, which is printed too."""
+    """The named peers that can run here, and why the others cannot, which is printed too.
+
+    A name of an operation with more behind it is one of our kernels.
+    """
     here, missing = [], []
     for name in names:
-        if name not in PEERS:
-            raise SystemExit(f"peer {name!r}: expected one of {', '.join(PEERS)}")
-        if why := PEERS[name].missing():
+        peer = Kernel(name) if name.startswith(("forward_", "backward_", "decode_")) else PEERS.get(name)
+        if peer is None:
+            raise SystemExit(f"peer {name!r}: expected the name of a kernel or one of {', '.join(PEERS)}")
+        if why := peer.missing():
             print(f"without {name}: {why}")
             missing.append({"peer": name, "reason": why})
         else:
-            here.append(PEERS[name])
+            here.append(peer)
     return here, missing

@@ -331,8 +331,17 @@ def test_cuda_peers_are_missing_without_a_device(capsys):
     for name in ("cuda", "graphs", "decode", "overhead-cuda"):
         assert command.main([name]) == 1
         assert capsys.readouterr().out == "FAILED: no CUDA device\n"
-    with pytest.raises(SystemExit, match="'fa9': expected one of ours"):
+    with pytest.raises(SystemExit, match="'fa9': expected the name of a kernel or one of ours"):
         present(["fa9"])
+
+
+def test_kernels_are_compared_by_name(capsys):
+    kernels = ["forward_cpu_baseline", "backward_cpu_baseline"]
+    here, missing = present([*kernels, "forward_cpu_none"])
+    assert missing == [{"peer": "forward_cpu_none", "reason": "this build has no such kernel"}]
+    rows, missing = time_shape(replace(SQUARE, Sq=40), here, budget_s=0)
+    assert [(r["peer"], r["kernel"]) for r in rows] == [(kernels[0], kernels[0])]
+    assert [r["peer"] for r in missing] == [kernels[1]]
 
 
 def test_fa3_takes_what_its_build_has(monkeypatch):

@@ -144,9 +144,11 @@ class Kernel(Ours):
     def missing(self) -> str:
         if why := super().missing():
             return why
-        from flashattn import _load
-        kernels = (row["name"] for row in _load.extension().instances())
-        return "" if self.name in kernels else "this build has no such kernel"
+        try:
+            with self.setting():
+                return ""
+        except ValueError:
+            return "this build has no such kernel"
 
     def setting(self) -> AbstractContextManager:
         import flashattn

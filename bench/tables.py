@@ -171,28 +171,30 @@ def io_table(rows: list[dict]) -> str:
 def exact_table(rows: list[dict]) -> str:
     """One line per input, dtype and result: each peer's median, 99.9th percentile and largest error.
 
-    Below it ours over each peer's with the standard error, and where it is above by more than two of these.
+    Below it, where outputs of several draws are compared, what `exact_ratios` says of them.
     """
     peers, lines = [peer for peer, in grouped(rows, "peer")], []
     for (name, tensor), group in grouped((r for r in rows if "max" in r), "name", "tensor").items():
         cells = {r["peer"]: f"{r['median']:.2e}, {r['p999']:.2e}, {r['max']:.1e}" for r in group}
         lines.append([name.partition("-")[0], group[0]["dtype"], tensor,
                       *(cells.get(peer, "") for peer in peers)])
+    compared = [r for r in rows if "p999_ratio" in r]
     errors = table(["inputs", "dtype", "result", *peers], lines)
-    rated = [r for r in rows if "p999_ratio" in r]
-    rivals, lines, above = [peer for peer, in grouped(rated, "peer")], [], []
-    for (name,), group in grouped(rated, "name").items():
+    return f"{errors}\n\n{exact_ratios(compared)}" if compared else errors
+
+
+def exact_ratios(rows: list[dict]) -> str:
+    """Ours over each peer's with the standard error, and where it is above by more than two of these."""
+    peers, lines, above = [peer for peer, in grouped(rows, "peer")], [], []
+    for (name,), group in grouped(rows, "name").items():
         for quantile, text in (("median", "median"), ("p999", "99.9 %")):
             ratio, error = f"{quantile}_ratio", f"{quantile}_ratio_error"
             cells = {r["peer"]: f"{r[ratio]:.4f} ±{r[error]:.4f}" for r in group}
             lines.append([name.partition("-")[0], group[0]["dtype"], text,
-                          *(cells.get(peer, "") for peer in rivals)])
+                          *(cells.get(peer, "") for peer in peers)])
             above += [f"{r['peer']} at {name}, {text}" for r in group if r[ratio] - 2 * r[error] > 1]
-    if not rated:
-        return errors
-    compared = table(["inputs", "dtype", "out", *(f"ours / {peer}" for peer in rivals)], lines)
-    return (f"{errors}\n\n{compared}\n\n"
-            f"Ours is above by more than two standard errors: {'; '.join(above) or 'nowhere'}.")
+    ratios = table(["inputs", "dtype", "out", *(f"ours / {peer}" for peer in peers)], lines)
+    return f"{ratios}\n\nOurs is above by more than two standard errors: {'; '.join(above) or 'nowhere'}."
 
 
 def slope(points: Iterable[tuple[float, float]]) -> float:

@@ -335,7 +335,7 @@ def test_cuda_peers_are_missing_without_a_device(capsys):
         present(["fa9"])
 
 
-def test_kernels_are_compared_by_name(capsys):
+def test_kernels_are_compared_by_name():
     kernels = ["forward_cpu_baseline", "backward_cpu_baseline"]
     here, missing = present([*kernels, "forward_cpu_none"])
     assert missing == [{"peer": "forward_cpu_none", "reason": "this build has no such kernel"}]
